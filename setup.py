@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds the native library fused_ops._C against the torch that is installed; everything else is in pyproject.toml.
+
+Environment variables:
+    FUSED_OPS_CUDA        auto (default): CUDA kernels if nvcc and a CUDA build of torch are found. 0: never. 1: or fail.
+    TORCH_CUDA_ARCH_LIST  GPU architectures, as torch.utils.cpp_extension reads it; default: see ARCHITECTURES.
+    CUDA_HOME             the CUDA toolkit; default: the one that nvcc belongs to.
+    MAX_JOBS              compilers run at once; default: as many as the cores and the memory (2 GB each) allow.
+    FUSED_OPS_WERROR      1: compiler warnings are errors.
+"""
+
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import site
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import setup
+
+MINIMUM_TORCH = (2, 11)
+ARCHITECTURES = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
+CXX_FLAGS = "-O3 -std=c++20 -g0 -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden".split()
+NVCC_FLAGS = "-O3 -std=c++20 -fmad=false -Xfatbin=-compress-all --threads=2 -Xcompiler=-fvisibility=hidden".split()
+
+
+def find_torch() -> bool:
+    """Makes the installed torch importable: in an isolated build it lies outside sys.path."""
+    schemes = [{}]
+    if "VIRTUAL_ENV" in os.environ:  # some front ends isolate the build in a virtual environment of its own
+        schemes.append({"base": os.environ["VIRTUAL_ENV"], "platbase": os.environ["VIRTUAL_ENV"]})
+    folders = [sysconfig.get_path(kind, vars=scheme) for scheme in schemes for kind in ("purelib", "platlib")]
+    for folder in [*folders, site.getusersitepackages()]:
+        if importlib.util.find_spec("torch") is not None:
+            break
+        if Path(folder, "torch", "version.py").is_file():
+            sys.path.append(folder)
+            importlib.invalidate_caches()
+    return importlib.util.find_spec("torch") is not None
+
+
+def output(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def find_cuda(torch_cuda: str | None) -> tuple[Path | None, str]:
+    """Returns the CUDA toolkit to build with and its version, or None and the reason why there is none."""
+    if torch_cuda is None:
+        return None, "this torch is a CPU-only build (install a CUDA build of torch)"
+    wanted = f'install CUDA toolkit {torch_cuda}, e.g. pip install "cuda-toolkit[nvcc,cccl]=={torch_cuda}.*", or set CUDA_HOME'
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
+    if nvcc is None:
+        return None, f"nvcc was not found {f'in CUDA_HOME={home}' if home else 'on PATH'} ({wanted})"
+    if not home:  # the nvcc on PATH may be a script or a link that lies outside its toolkit
+        plan = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True).stderr
+        top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
+        home = top[1].strip() if top else Path(nvcc).resolve().parents[1]
+    release = re.search(r"release (\d+\.\d+)", output(nvcc, "--version"))
+    version = release[1] if release else "unknown"
+    if version.split(".")[0] != torch_cuda.split(".")[0]:
+        return None, f"nvcc is of CUDA {version} but torch was built with CUDA {torch_cuda} ({wanted})"
+    return Path(home).resolve(), version
+
+
+def default_architectures(home: Path) -> str:
+    """Every architecture of ARCHITECTURES that this nvcc knows, and PTX of the newest for GPUs that come later."""
+    known = output(home / "bin" / "nvcc", "--list-gpu-arch").split()
+    return ";".join(arch for arch in ARCHITECTURES if f"compute_{arch.replace('.', '')}" in known) + "+PTX"
+
+
+def default_jobs() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // 2_000_000_000))
+
+
+def native_library() -> dict:
+    """Returns the setup() arguments that build fused_ops._C beside the torch that is importable."""
+    import torch
+    from torch.utils import cpp_extension
+
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if (major, minor) < MINIMUM_TORCH:
+        sys.exit(f"fused_ops: expected torch >= 2.11, got {torch.__version__}. Run: pip install --upgrade torch")
+    setting = os.environ.get("FUSED_OPS_CUDA", "auto")
+    if setting not in ("auto", "0", "1"):
+        sys.exit(f"fused_ops: expected FUSED_OPS_CUDA in (auto, 0, 1), got {setting!r}.")
+    home, detail = (None, "FUSED_OPS_CUDA=0") if setting == "0" else find_cuda(torch.version.cuda)
+    if home is None and setting == "1":
+        sys.exit(f"fused_ops: FUSED_OPS_CUDA=1, but {detail}.")
+
+    os.environ.setdefault("MAX_JOBS", str(default_jobs()))
+    sources = sorted(map(str, [*Path("csrc/core").rglob("*.cpp"), *Path("csrc/torch").glob("*.cpp")]))
+    cxx_flags, nvcc_flags, include_dirs, libraries, macros = list(CXX_FLAGS), list(NVCC_FLAGS), ["csrc"], [], []
+    if os.environ.get("FUSED_OPS_WERROR") == "1":
+        cxx_flags += ["-Werror"]
+        nvcc_flags += ["--Werror=all-warnings", "-Xcompiler=-Werror"]
+    if home:
+        if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+            os.environ["TORCH_CUDA_ARCH_LIST"] = default_architectures(home)
+        cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(home)
+        sources += sorted(map(str, Path("csrc/core/cuda").glob("*.cu")))
+        include_dirs += [str(home / "include")]
+        libraries += ["c10_cuda"]  # brings the very libcudart that torch uses, as libtorch_cpu brings its libgomp
+        macros += [("FUSED_OPS_CUDA", None)]
+    config = {
+        "TORCH_VERSION": str(torch.__version__),
+        "CUDA_VERSION": detail if home else None,
+        "CUDA_ARCHITECTURES": os.environ["TORCH_CUDA_ARCH_LIST"] if home else None,
+        "CUDA_REASON": None if home else detail,
+        "COMPILER": output(*shlex.split(cpp_extension.get_cxx_compiler()), "--version").splitlines()[0],
+    }
+
+    class BuildNative(cpp_extension.BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.force = True  # ninja knows what is out of date; a library built for another torch must not be kept
+
+        def build_extension(self, extension) -> None:
+            device = f"CPU and CUDA {detail} ({config['CUDA_ARCHITECTURES']})" if home else f"CPU only: {detail}"
+            print(f"fused_ops: building for torch {torch.__version__}, {device}", flush=True)
+            super().build_extension(extension)
+            facts = {"VERSION": self.distribution.get_version(), **config}
+            lines = [f"{name} = {value!r}\n" for name, value in facts.items()]
+            self.config_path(self.get_ext_fullpath(extension.name)).write_text("".join(lines))
+
+        def copy_extensions_to_source(self) -> None:  # of an editable install
+            inplace = self.get_finalized_command("build_py").get_package_dir("fused_ops")
+            self.inplace = 0
+            built = self.config_path(self.get_ext_fullpath("fused_ops._C"))
+            self.inplace = 1
+            super().copy_extensions_to_source()
+            self.copy_file(str(built), inplace)
+
+        @staticmethod
+        def config_path(library: str) -> Path:
+            return Path(library).with_name("_build_config.py")
+
+    extension = cpp_extension.CppExtension(
+        "fused_ops._C",
+        sources,
+        include_dirs=include_dirs,
+        libraries=libraries,
+        define_macros=macros,
+        extra_compile_args={"cxx": cxx_flags, "nvcc": nvcc_flags},
+    )
+    return {
+        "ext_modules": [extension],
+        "cmdclass": {"build_ext": BuildNative},
+        "install_requires": [f"torch>={major}.{minor},<{major}.{minor + 1}"],
+    }
+
+
+setup(**(native_library() if find_torch() else {"setup_requires": ["torch>=2.11"]}))
