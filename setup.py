@@ -26,6 +26,9 @@ MINIMUM_TORCH = (2, 11)
 ARCHITECTURES = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
 CXX_FLAGS = "-O3 -std=c++20 -g0 -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden".split()
 NVCC_FLAGS = "-O3 -std=c++20 -fmad=false -Xfatbin=-compress-all --threads=2 -Xcompiler=-fvisibility=hidden".split()
+# torch.utils.cpp_extension defines these, which would take away the conversions of __half and __nv_bfloat16.
+for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"):
+    NVCC_FLAGS.append(f"-U__CUDA_NO_{name}__")
 
 
 def find_torch() -> bool:
@@ -95,7 +98,7 @@ def native_library() -> dict:
 
     os.environ.setdefault("MAX_JOBS", str(default_jobs()))
     sources = sorted(map(str, [*Path("csrc/core").rglob("*.cpp"), *Path("csrc/torch").glob("*.cpp")]))
-    cxx_flags, nvcc_flags, include_dirs, libraries, macros = list(CXX_FLAGS), list(NVCC_FLAGS), ["csrc"], [], []
+    cxx_flags, nvcc_flags, include_dirs, libraries, macros = list(CXX_FLAGS), list(NVCC_FLAGS), [os.path.abspath("csrc")], [], []
     if os.environ.get("FUSED_OPS_WERROR") == "1":
         cxx_flags += ["-Werror"]
         nvcc_flags += ["--Werror=all-warnings", "-Xcompiler=-Werror"]
