@@ -56,7 +56,8 @@ def find_cuda(torch_cuda: str | None) -> tuple[Path | None, str]:
         return None, "this torch is a CPU-only build (install a CUDA build of torch)"
     wanted = f'install CUDA toolkit {torch_cuda}, e.g. pip install "cuda-toolkit[nvcc,cccl]=={torch_cuda}.*", or set CUDA_HOME'
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    nvcc = shutil.which("nvcc", path=str(Path(home, "bin"))) if home else shutil.which("nvcc")
+    places = [str(Path(home, "bin"))] if home else [None, "/usr/local/cuda/bin"]
+    nvcc = next(filter(None, (shutil.which("nvcc", path=place) for place in places)), None)
     if nvcc is None:
         return None, f"nvcc was not found {f'in CUDA_HOME={home}' if home else 'on PATH'} ({wanted})"
     if not home:  # the nvcc on PATH may be a script or a link that lies outside its toolkit
@@ -89,6 +90,10 @@ def native_library() -> dict:
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (major, minor) < MINIMUM_TORCH:
         sys.exit(f"fused_ops: expected torch >= 2.11, got {torch.__version__}. Run: pip install --upgrade torch")
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        sys.exit("fused_ops: Python.h was not found. Install Python's headers, e.g. apt-get install python3-dev")
+    if shutil.which(shlex.split(cpp_extension.get_cxx_compiler())[0]) is None:
+        sys.exit("fused_ops: no C++ compiler was found. Install one, e.g. apt-get install g++, or set CXX")
     setting = os.environ.get("FUSED_OPS_CUDA", "auto")
     if setting not in ("auto", "0", "1"):
         sys.exit(f"fused_ops: expected FUSED_OPS_CUDA in (auto, 0, 1), got {setting!r}.")
@@ -113,7 +118,7 @@ def native_library() -> dict:
     config = {
         "TORCH_VERSION": str(torch.__version__),
         "CUDA_VERSION": detail if home else None,
-        "CUDA_ARCHITECTURES": os.environ["TORCH_CUDA_ARCH_LIST"] if home else None,
+        "CUDA_ARCHITECTURES": tuple(re.findall(r"code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))) if home else (),
         "CUDA_REASON": None if home else detail,
         "COMPILER": output(*shlex.split(cpp_extension.get_cxx_compiler()), "--version").splitlines()[0],
     }
@@ -124,7 +129,7 @@ def native_library() -> dict:
             self.force = True  # ninja knows what is out of date; a library built for another torch must not be kept
 
         def build_extension(self, extension) -> None:
-            device = f"CPU and CUDA {detail} ({config['CUDA_ARCHITECTURES']})" if home else f"CPU only: {detail}"
+            device = f"CPU and CUDA {detail} ({os.environ['TORCH_CUDA_ARCH_LIST']})" if home else f"CPU only: {detail}"
             print(f"fused_ops: building for torch {torch.__version__}, {device}", flush=True)
             super().build_extension(extension)
             facts = {"VERSION": self.distribution.get_version(), **config}
