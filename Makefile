@@ -17,7 +17,7 @@ endif
 PIP_INSTALL := $(ENVIRONMENT_PYTHON) -m pip install --quiet --disable-pip-version-check
 NATIVE_SOURCES = $(shell find csrc tests examples benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help demo test lint bench gpu-check install clean
+.PHONY: help demo test lint bench gpu-check install format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -57,6 +57,12 @@ lint: install  ## check the style and the types of every file
 	$(ENVIRONMENT_PYTHON) -m ruff format --check .
 	$(ENVIRONMENT_PYTHON) -m pyright --pythonpath $(ENVIRONMENT_PYTHON)
 	$(dir $(ENVIRONMENT_PYTHON))clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+format: EXTRAS = [lint]
+format: install  ## bring every file into the style that lint checks
+	$(ENVIRONMENT_PYTHON) -m ruff check --fix .
+	$(ENVIRONMENT_PYTHON) -m ruff format .
+	$(dir $(ENVIRONMENT_PYTHON))clang-format -i $(NATIVE_SOURCES)
 
 clean:  ## remove what was built, but not .venv
 	rm -rf build dist *.egg-info fused_ops/_C*.so fused_ops/_build_config.py .pytest_cache .ruff_cache .hypothesis

@@ -2,7 +2,7 @@
 """Builds the native library fused_ops._C against the torch that is installed; everything else is in pyproject.toml.
 
 Environment variables:
-    FUSED_OPS_CUDA        auto (default): CUDA kernels if nvcc and a CUDA build of torch are found. 0: never. 1: or fail.
+    FUSED_OPS_CUDA        auto (default): with CUDA if nvcc and a CUDA build of torch are found. 0: never. 1: or fail.
     TORCH_CUDA_ARCH_LIST  GPU architectures, as torch.utils.cpp_extension reads it; default: see ARCHITECTURES.
     CUDA_HOME             the CUDA toolkit; default: the one that nvcc belongs to.
     MAX_JOBS              compilers run at once; default: as many as the cores and the memory (2 GB each) allow.
@@ -19,21 +19,26 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 from setuptools import setup
 
 MINIMUM_TORCH = (2, 11)
 ARCHITECTURES = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
-CXX_FLAGS = "-O3 -std=c++20 -g0 -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=off -fvisibility=hidden".split()
-NVCC_FLAGS = "-O3 -std=c++20 -fmad=false -Xfatbin=-compress-all --threads=2 -Xcompiler=-fvisibility=hidden".split()
+CXX_FLAGS = ["-O3", "-std=c++20", "-g0", "-fopenmp", "-fvisibility=hidden"]
+CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
+NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-Xfatbin=-compress-all", "--threads=2"]
+NVCC_FLAGS += ["-Xcompiler=-fvisibility=hidden"]
 # torch.utils.cpp_extension defines these, which would take away the conversions of __half and __nv_bfloat16.
-for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"):
-    NVCC_FLAGS.append(f"-U__CUDA_NO_{name}__")
+NVCC_FLAGS += [
+    f"-U__CUDA_NO_{name}__"
+    for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
+]
 
 
 def find_torch() -> bool:
     """Makes the installed torch importable: in an isolated build it lies outside sys.path."""
-    schemes = [{}]
+    schemes: list[dict[str, str]] = [{}]
     if "VIRTUAL_ENV" in os.environ:  # some front ends isolate the build in a virtual environment of its own
         schemes.append({"base": os.environ["VIRTUAL_ENV"], "platbase": os.environ["VIRTUAL_ENV"]})
     folders = [sysconfig.get_path(kind, vars=scheme) for scheme in schemes for kind in ("purelib", "platlib")]
@@ -47,21 +52,22 @@ def find_torch() -> bool:
 
 
 def output(*command: str | Path) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return subprocess.check_output(command, text=True)
 
 
 def find_cuda(torch_cuda: str | None) -> tuple[Path | None, str]:
     """Returns the CUDA toolkit to build with and its version, or None and the reason why there is none."""
     if torch_cuda is None:
         return None, "this torch is a CPU-only build (install a CUDA build of torch)"
-    wanted = f'install CUDA toolkit {torch_cuda}, e.g. pip install "cuda-toolkit[nvcc,cccl]=={torch_cuda}.*", or set CUDA_HOME'
+    package = f'"cuda-toolkit[nvcc,cccl]=={torch_cuda}.*"'
+    wanted = f"install CUDA toolkit {torch_cuda}, e.g. pip install {package}, or set CUDA_HOME"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = [str(Path(home, "bin"))] if home else [None, "/usr/local/cuda/bin"]
     nvcc = next(filter(None, (shutil.which("nvcc", path=place) for place in places)), None)
     if nvcc is None:
         return None, f"nvcc was not found {f'in CUDA_HOME={home}' if home else 'on PATH'} ({wanted})"
     if not home:  # the nvcc on PATH may be a script or a link that lies outside its toolkit
-        plan = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True).stderr
+        plan = subprocess.run([nvcc, "--dryrun", "none.cu"], capture_output=True, text=True, check=False).stderr
         top = re.search(r"^#\$ TOP=(.+)$", plan, re.MULTILINE)
         home = top[1].strip() if top else Path(nvcc).resolve().parents[1]
     release = re.search(r"release (\d+\.\d+)", output(nvcc, "--version"))
@@ -82,7 +88,7 @@ def default_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), memory // 2_000_000_000))
 
 
-def native_library() -> dict:
+def native_library() -> dict[str, Any]:
     """Returns the setup() arguments that build fused_ops._C beside the torch that is importable."""
     import torch
     from torch.utils import cpp_extension
@@ -103,13 +109,15 @@ def native_library() -> dict:
 
     os.environ.setdefault("MAX_JOBS", str(default_jobs()))
     sources = sorted(map(str, [*Path("csrc/core").rglob("*.cpp"), *Path("csrc/torch").glob("*.cpp")]))
-    cxx_flags, nvcc_flags, include_dirs, libraries, macros = list(CXX_FLAGS), list(NVCC_FLAGS), [os.path.abspath("csrc")], [], []
+    cxx_flags, nvcc_flags = list(CXX_FLAGS), list(NVCC_FLAGS)
+    include_dirs, libraries, macros, architectures = [str(Path("csrc").resolve())], [], [], ()
     if os.environ.get("FUSED_OPS_WERROR") == "1":
         cxx_flags += ["-Werror"]
         nvcc_flags += ["--Werror=all-warnings", "-Xcompiler=-Werror"]
     if home:
         if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
             os.environ["TORCH_CUDA_ARCH_LIST"] = default_architectures(home)
+        architectures = tuple(re.findall(r"code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags())))
         cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(home)
         sources += sorted(map(str, Path("csrc/core/cuda").glob("*.cu")))
         include_dirs += [str(home / "include")]
@@ -118,7 +126,7 @@ def native_library() -> dict:
     config = {
         "TORCH_VERSION": str(torch.__version__),
         "CUDA_VERSION": detail if home else None,
-        "CUDA_ARCHITECTURES": tuple(re.findall(r"code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))) if home else (),
+        "CUDA_ARCHITECTURES": architectures,
         "CUDA_REASON": None if home else detail,
         "COMPILER": output(*shlex.split(cpp_extension.get_cxx_compiler()), "--version").splitlines()[0],
     }
@@ -128,25 +136,17 @@ def native_library() -> dict:
             super().finalize_options()
             self.force = True  # ninja knows what is out of date; a library built for another torch must not be kept
 
-        def build_extension(self, extension) -> None:
+        def build_extension(self, ext) -> None:
             device = f"CPU and CUDA {detail} ({os.environ['TORCH_CUDA_ARCH_LIST']})" if home else f"CPU only: {detail}"
             print(f"fused_ops: building for torch {torch.__version__}, {device}", flush=True)
-            super().build_extension(extension)
+            super().build_extension(ext)
             facts = {"VERSION": self.distribution.get_version(), **config}
-            lines = [f"{name} = {value!r}\n" for name, value in facts.items()]
-            self.config_path(self.get_ext_fullpath(extension.name)).write_text("".join(lines))
+            self.config_path = Path(self.get_ext_fullpath(ext.name)).with_name("_build_config.py")
+            self.config_path.write_text("".join(f"{name} = {value!r}\n" for name, value in facts.items()))
 
         def copy_extensions_to_source(self) -> None:  # of an editable install
-            inplace = self.get_finalized_command("build_py").get_package_dir("fused_ops")
-            self.inplace = 0
-            built = self.config_path(self.get_ext_fullpath("fused_ops._C"))
-            self.inplace = 1
             super().copy_extensions_to_source()
-            self.copy_file(str(built), inplace)
-
-        @staticmethod
-        def config_path(library: str) -> Path:
-            return Path(library).with_name("_build_config.py")
+            self.copy_file(str(self.config_path), "fused_ops")
 
     extension = cpp_extension.CppExtension(
         "fused_ops._C",
@@ -163,4 +163,5 @@ def native_library() -> dict:
     }
 
 
-setup(**(native_library() if find_torch() else {"setup_requires": ["torch>=2.11"]}))
+arguments: dict[str, Any] = native_library() if find_torch() else {"setup_requires": ["torch>=2.11"]}
+setup(**arguments)

@@ -64,14 +64,17 @@ def info(options: argparse.Namespace) -> int:
     for device in facts["devices"]:
         capability = ", compute capability {}.{}".format(*device["capability"]) if device["capability"] else ""
         memory = f"{device['memory_free'] / 2**30:.1f} of {device['memory'] / 2**30:.1f} GiB free"
-        print(f"device    {device['device']}: {device['name']}, {memory}{capability}{' (best)' if device['best'] else ''}")
+        best = " (best)" if device["best"] else ""
+        print(f"device    {device['device']}: {device['name']}, {memory}{capability}{best}")
     for reason in [facts["native_reason"], facts["cuda_reason"], *(device["reason"] for device in facts["devices"])]:
         if reason:
             print(f"note      {reason}")
     return 0
 
 
-def train(optimizer_class: Any, arguments: dict[str, Any], start: Parameters, gradients: list[Parameters]) -> Parameters:
+def train(
+    optimizer_class: Any, arguments: dict[str, Any], start: Parameters, gradients: list[Parameters]
+) -> Parameters:
     parameters = [tensor.clone().requires_grad_() for tensor in start]
     optimizer = optimizer_class(parameters, **arguments)
     for step in gradients:
@@ -82,7 +85,7 @@ def train(optimizer_class: Any, arguments: dict[str, Any], start: Parameters, gr
 
 
 def largest_error(results: Parameters, oracle: Parameters) -> float:
-    """The largest difference, in units of the dtype's eps times the largest value; infinite if any result is not finite."""
+    """The largest difference, in units of eps times the largest value; infinite if a result is not finite."""
     worst = 0.0
     for result, expected in zip(results, oracle, strict=True):
         difference = (result.double() - expected).abs().max() / (torch.finfo(result.dtype).eps * expected.abs().max())
@@ -103,8 +106,8 @@ def verify(options: argparse.Namespace) -> int:
     failures = 0
     for number, (name, arguments) in enumerate(CASES):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            start = random_parameters(sizes, dtype, options.device, seed=number)
-            gradients = [random_parameters(sizes, dtype, options.device, seed=100 + step) for step in range(VERIFY_STEPS)]
+            start = random_parameters(sizes, dtype, options.device, number)
+            gradients = [random_parameters(sizes, dtype, options.device, 100 + step) for step in range(VERIFY_STEPS)]
             stock = getattr(torch.optim, name)
             exact = [[tensor.double() for tensor in step] for step in (start, *gradients)]
             oracle = train(stock, {**arguments, "foreach": False}, exact[0], exact[1:])
@@ -132,12 +135,12 @@ def milliseconds(step: Callable[[], Any], device: torch.device) -> float:
 
 
 def bench(options: argparse.Namespace) -> int:
-    """Times a step of each optimizer beside stock PyTorch's ways of doing it, taking turns; benchmarks/ has the full one."""
+    """Times a step of each optimizer beside stock PyTorch's ways, taking turns; benchmarks/ has the full comparison."""
     from . import optim
 
     sizes = [256 * (1 + i % 16) for i in range(options.tensors)] + [options.elements]
     rows: list[Sequence[str]] = [("optimizer", "arguments", "fused_ops ms", "best of stock ms", "times faster")]
-    print(f"{len(sizes)} float32 tensors, {sum(sizes):,} elements, on {options.device}; medians of {options.repeats} steps")
+    print(f"{len(sizes)} float32 tensors, {sum(sizes):,} elements, {options.device}, median of {options.repeats} steps")
     for number, (name, arguments) in enumerate(CASES):
         print(f"\r{name} ({number + 1} of {len(CASES)}) ", end="", file=sys.stderr, flush=True)
         stock = getattr(torch.optim, name)
@@ -146,9 +149,9 @@ def bench(options: argparse.Namespace) -> int:
             ways["fused"] = (stock, {"fused": True})
         steps = {}
         for way, (optimizer_class, choice) in ways.items():
-            parameters = [tensor.requires_grad_() for tensor in random_parameters(sizes, torch.float32, options.device, 0)]
+            parameters = random_parameters(sizes, torch.float32, options.device, seed=0)
             for parameter in parameters:
-                parameter.grad = torch.randn_like(parameter)
+                parameter.requires_grad_().grad = torch.randn_like(parameter)
             steps[way] = optimizer_class(parameters, **arguments, **choice).step
         times: dict[str, list[float]] = {way: [] for way in steps}
         for repeat in range(options.repeats + 2):
@@ -176,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
     verify_parser.set_defaults(run=verify)
     bench_parser = commands.add_parser("bench", help="time every optimizer beside torch.optim")
     bench_parser.add_argument("--tensors", type=int, default=500, help="small tensors (default: %(default)s)")
-    bench_parser.add_argument("--elements", type=int, default=8_000_000, help="of one large tensor (default: %(default)s)")
+    bench_parser.add_argument("--elements", type=int, default=8_000_000, help="of a large one (default: %(default)s)")
     bench_parser.add_argument("--repeats", type=int, default=9, help="timed steps (default: %(default)s)")
     bench_parser.set_defaults(run=bench)
     for subparser in (verify_parser, bench_parser):

@@ -32,7 +32,7 @@ def _major(version: str | None) -> str | None:
 
 
 def _mismatch() -> str | None:
-    """Why this library cannot run under this torch; found before loading it, where the linker would only name a symbol."""
+    """Why this library cannot run under this torch; loading it would only name an undefined symbol."""
     config = _config()
     if not config:
         return "fused_ops: the native library is not built. Run `pip install .` in its source tree."
@@ -125,11 +125,14 @@ def check_device(device: torch.device) -> None:
     """Checks that the native library can work on a CPU or CUDA device.
 
     Raises:
-        RuntimeError: the library cannot be loaded, is a CPU-only build, finds no usable driver, or was not built for this GPU.
+        RuntimeError: the library cannot be loaded, is a CPU-only build, finds no usable driver, or was not built for
+            this GPU.
     """
     load_native()
     if device.type == "cuda":
-        _check_cuda(torch.cuda.current_device() if device.index is None and torch.cuda.is_available() else device.index or 0)
+        if device.index is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        _check_cuda(device.index or 0)
 
 
 def _cpu_device() -> dict[str, Any]:
@@ -162,12 +165,17 @@ def _cuda_device(index: int) -> dict[str, Any]:
     }
 
 
+def _score(gpu: dict[str, Any]) -> float:
+    major, minor = gpu["capability"]
+    return gpu["memory_free"] * (major + minor / 10)
+
+
 def _devices() -> list[dict[str, Any]]:
     """The CPU and every visible GPU; the best one is marked."""
     gpus = [] if _cuda_reason() else [_cuda_device(index) for index in range(torch.cuda.device_count())]
     usable = [gpu for gpu in gpus if gpu["reason"] is None]
     devices = [_cpu_device(), *gpus]
-    best = max(usable, key=lambda gpu: gpu["memory_free"] * float("{}.{}".format(*gpu["capability"])), default=devices[0])
+    best = max(usable, key=_score, default=devices[0])
     return [{**device, "best": device is best} for device in devices]
 
 
@@ -184,12 +192,13 @@ def build_info() -> dict[str, Any]:
         torch_built, torch_running: the versions of torch; torch_built is None where nothing was built.
         compiler: of the host code.
         native_reason: None, or why the native library cannot be used.
-        cpu_levels, cpu_levels_supported, cpu_level: the instruction levels compiled, those this CPU has, the one chosen.
+        cpu_levels, cpu_levels_supported, cpu_level: the instruction levels compiled, those this CPU has, the chosen.
         cuda_version, cuda_architectures: of the toolkit, and what its kernels were compiled for (sm_ machine code,
             compute_ PTX); None and () in a CPU-only build.
         cuda: whether this is a build with CUDA; cuda_reason: None, or why CUDA cannot be used.
         devices: for the CPU and each GPU: device, name, memory and memory_free in bytes, capability, reason (None, or
-            why it cannot be used), best (the usable GPU with the largest free memory times compute capability, else the CPU).
+            why it cannot be used), best (the usable GPU with the largest free memory times compute capability, else the
+            CPU).
         enabled: the backends that work here.
 
     Example:
