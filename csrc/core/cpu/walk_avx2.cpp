@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+// The CPU loops for AVX2+FMA+F16C.
+#if defined(__x86_64__)
+#include <math.h>
+#include <stdint.h>
+
+#include <cstddef>
+#include <tuple>
+#include <utility>
+
+#define FUSED_OPS_LEVEL avx2
+#define FUSED_OPS_HAS_FMA 1
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "core/cpu/walk_impl.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#endif
