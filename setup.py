@@ -135,6 +135,8 @@ def native_library() -> dict[str, Any]:
         def finalize_options(self) -> None:
             super().finalize_options()
             self.force = True  # ninja knows what is out of date; a library built for another torch must not be kept
+            tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}-torch-{torch.__version__}"
+            self.build_temp = str(Path("build", tag).resolve())  # kept, where an editable install would use a new one
 
         def build_extension(self, ext) -> None:
             device = f"CPU and CUDA {detail} ({os.environ['TORCH_CUDA_ARCH_LIST']})" if home else f"CPU only: {detail}"
