@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backends as a fixture: a test that takes ``backend`` runs on each, and is skipped, with the reason, without one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference import BACKENDS, Backend
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU and a CUDA build of the package")
+    config.addinivalue_line("markers", "large: needs about 10 GB of memory; set FUSED_OPS_LARGE_TESTS=1")
+
+
+def missing(name: str) -> str | None:
+    """Why a backend cannot run here, or None."""
+    if name != "cuda":
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA device, or a torch built without CUDA"
+    import fused_ops
+
+    return None if fused_ops.build_info().get("cuda") else "fused_ops was built without CUDA"
+
+
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.cuda if name == "cuda" else ()) for name in BACKENDS])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    reason = missing(request.param)
+    if reason:
+        pytest.skip(reason)
+    return BACKENDS[request.param]
