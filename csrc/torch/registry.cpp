@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every operator's schema, and the Python module.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include "core/cpu/walk.h"
+#include "torch/checks.h"
+#include "torch/step_plan.h"
+
+namespace fused_ops {
+namespace {
+
+const std::string kNamespace = "fused_ops::";
+
+// An optimizer step as an operator. Lists are as long as params, or empty where the hyperparameters use no such state.
+// Every optimizer's arguments are params, grads, its states, steps, its hyperparameters; see step_schema().
+void step_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string& schema_name = op.schema().name();  // fused_ops::adam_
+  const int optimizer = optimizer_index(schema_name.substr(kNamespace.size(), schema_name.size() - kNamespace.size() - 1));
+  OptimizerStep step(optimizer);
+  const size_t state_count = step.state_names().size();
+  const size_t list_count = 2 + state_count + step.counts_steps();
+  const size_t hyperparameter_count = hyperparameter_names(optimizer).size();
+  const auto arguments = torch::jit::last(*stack, list_count + hyperparameter_count);
+  std::vector<std::vector<at::Tensor>> lists;
+  for (size_t i = 0; i < list_count; ++i) lists.push_back(arguments[i].toTensorVector());
+  std::vector<double> hyperparameters;
+  for (size_t i = 0; i < hyperparameter_count; ++i)
+    hyperparameters.push_back(arguments[list_count + i].toDouble());
+  step.reset(hyperparameters);
+  const std::vector<at::Tensor>& params = lists[0];
+  const std::vector<at::Tensor>& grads = lists[1];
+  for (size_t i = 1; i < list_count; ++i) {
+    const bool used = i == 1 || i >= 2 + state_count || (step.states() >> (i - 2) & 1u);
+    if (lists[i].size() != (used ? params.size() : 0))
+      fail_expectation(step.name(), "length of list argument " + std::to_string(i), used ? params.size() : 0,
+                       lists[i].size(), "Pass one tensor a parameter, and an empty list for a state that is not used.");
+  }
+  for (size_t i = 0; i < params.size(); ++i)
+    if (const auto reason = step.check(int64_t(i), params[i], grads[i]))
+      fail(step.name(), ": ", *reason, ". Use the torch.optim optimizer.");
+  for (size_t i = 0; i < params.size(); ++i) {
+    at::Tensor states[kMaxStates];
+    for (size_t k = 0; k < state_count; ++k)
+      if (!lists[2 + k].empty()) states[k] = lists[2 + k][i];
+    const at::Tensor counter = step.counts_steps() ? lists[2 + state_count][i] : at::Tensor();
+    if (const auto reason = step.add(int64_t(i), params[i], grads[i], states, counter, /*first=*/false))
+      fail(step.name(), ": ", *reason, ". Use the torch.optim optimizer.");
+  }
+  step.run({});
+  torch::jit::drop(*stack, list_count + hyperparameter_count);
+}
+
+// E.g. adagrad_(Tensor(a0!)[] params, Tensor[] grads, Tensor(a2!)[] sums, Tensor(a3!)[] steps, *, float lr, ...) -> ()
+std::string step_schema(int optimizer) {
+  const OptimizerStep step(optimizer);
+  std::string schema = step.name() + "_(Tensor(a0!)[] params, Tensor[] grads";
+  size_t list = 2;
+  for (const std::string& state : step.state_names())
+    schema += ", Tensor(a" + std::to_string(list++) + "!)[] " + state + "s";
+  if (step.counts_steps()) schema += ", Tensor(a" + std::to_string(list) + "!)[] steps";
+  schema += ", *";
+  for (const std::string& name : hyperparameter_names(optimizer)) schema += ", float " + name;
+  return schema + ") -> ()";
+}
+
+TORCH_LIBRARY(fused_ops, library) {
+  // Which backend runs is read from the tensors themselves: one call may hold several devices.
+  for (const std::string& name : optimizer_names()) {
+    library.def(step_schema(optimizer_index(name)).c_str());
+    library.impl((name + "_").c_str(), torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
+                                                       torch::CppFunction::makeFromBoxedFunction<&step_operator>()));
+  }
+}
+
+py::dict optimizer_schemas() {
+  py::dict schemas;
+  for (const std::string& name : optimizer_names()) {
+    const int index = optimizer_index(name);
+    const OptimizerStep step(index);
+    schemas[py::str(name)] = py::dict(py::arg("states") = step.state_names(), py::arg("counts_steps") = step.counts_steps(),
+                                      py::arg("hyperparameters") = hyperparameter_names(index));
+  }
+  return schemas;
+}
+
+py::dict cpu_info() {
+  std::vector<std::string> levels, supported;
+  for (int i = 0; i < cpu::kLevelCount; ++i) {
+    const auto level = cpu::Level(i);
+    if (cpu::level_compiled(level)) levels.push_back(cpu::level_name(level));
+    if (cpu::level_supported(level)) supported.push_back(cpu::level_name(level));
+  }
+  return py::dict(py::arg("levels") = levels, py::arg("supported") = supported,
+                  py::arg("chosen") = cpu::level_name(cpu::chosen_level()));
+}
+
+}  // namespace
+}  // namespace fused_ops
+
+PYBIND11_MODULE(_C, module) {
+  namespace py = pybind11;
+  using fused_ops::StepPlan;
+  py::class_<StepPlan>(module, "StepPlan")
+      .def(py::init<const std::string&>())
+      .def("check", &StepPlan::check)
+      .def("used_states", &StepPlan::used_states)
+      .def("lacking", &StepPlan::lacking)
+      .def("bind", &StepPlan::bind)
+      .def("run", &StepPlan::run);
+  module.def("optimizer_schemas", &fused_ops::optimizer_schemas);
+  module.def("cpu_info", &fused_ops::cpu_info);
+  module.def("read_modify_write", [](const at::Tensor& tensor, int repetitions, int threads) {
+    if (!tensor.is_contiguous() || tensor.scalar_type() != at::kFloat)
+      fused_ops::fail("read_modify_write: expected a contiguous torch.float32 tensor.");
+    fused_ops::cpu::read_modify_write(tensor.data_ptr<float>(), tensor.numel(), repetitions, threads);
+  });
+}

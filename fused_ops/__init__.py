@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused, drop-in replacements that make existing PyTorch training code faster: same names, same results.
+
+Example:
+    >>> import torch
+    >>> from fused_ops import optim  # was: from torch import optim
+    >>> model = torch.nn.Linear(4, 2)
+    >>> optimizer = optim.RMSprop(model.parameters(), lr=1e-3)
+    >>> model(torch.randn(8, 4)).square().mean().backward()
+    >>> optimizer.step()
+"""
+
+from fused_ops import optim
+from fused_ops._build import best_device, build_info
+from fused_ops.optim import fuse_optimizer
+
+__all__ = ["best_device", "build_info", "fuse_optimizer", "optim"]

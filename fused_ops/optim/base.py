@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one step() that all fused optimizers share."""
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fused_ops._build import load_native
+
+
+@functools.cache
+def _schema(rule: str) -> dict[str, Any]:
+    """The rule's states, hyperparameters and whether it counts steps, as its native definition says."""
+    return load_native().optimizer_schemas()[rule]
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if isinstance(value, Tensor) else value)
+
+
+class FusedOptimizer(Optimizer):
+    """Base of the fused optimizers: a torch.optim optimizer whose step() makes one native call a parameter group.
+
+    A subclass derives from this class and from the torch.optim optimizer it replaces, and names its native `rule`.
+    Constructor, defaults, hooks, state names and state_dict() are the parent's. A step is checked as a whole before
+    anything is changed. What the native rule cannot do (differentiable=True, sparse gradients, devices other than CPU and
+    CUDA, tensor subclasses other than DTensor) runs the parent's step, after one UserWarning that says why.
+
+    With torch.amp.GradScaler the step divides by the scale and skips on infinity by itself; gradients are read, never
+    written back unscaled.
+
+    Args:
+        state_dtype: floating-point dtype in which new state is kept, e.g. torch.float32 moments for bfloat16
+            parameters, or torch.bfloat16 moments to save memory. Default: the parameter's dtype. Arithmetic is float32
+            for states and parameters of at most 32 bits, else float64. Complex parameters keep state of their own dtype.
+
+    Dtypes: parameters, gradients and each state may be float32, float64, float16, bfloat16, complex64 or complex128,
+        independently of one another.
+
+    Raises:
+        RuntimeError: a gradient or state does not fit its parameter; nothing has been changed.
+        ValueError: state_dtype is not a floating-point dtype that the native rule takes.
+    """
+
+    rule: ClassVar[str]
+    takes_sparse: ClassVar[bool] = False  # whether the parent takes sparse gradients
+
+    # GradScaler then passes grad_scale and found_inf as attributes and leaves unscaling to step().
+    _step_supports_amp_scaling = True
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def __init__(self, *args: Any, state_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        if state_dtype not in (None, torch.float32, torch.float64, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"{type(self).__name__}: expected state_dtype in (None, torch.float32, torch.float64, torch.float16, "
+                f"torch.bfloat16), got {state_dtype}. Leave it out to keep state in each parameter's dtype."
+            )
+        stock = self._stock_class()
+        if "fused" in kwargs and stock is not None and "fused" not in inspect.signature(stock).parameters:
+            del kwargs["fused"]  # this class is fused whatever it says
+        self.state_dtype = state_dtype
+        self._forget()
+        super().__init__(*args, **kwargs)
+        self._convert_state()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        parent = cls._stock_class()
+        if parent is not None and "__init__" not in vars(cls):
+            signature = inspect.signature(parent)
+            extra = inspect.Parameter(
+                "state_dtype", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=torch.dtype | None
+            )
+            parameters = [*signature.parameters.values(), extra]
+            cls.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+
+    @classmethod
+    def _stock_class(cls) -> type[Optimizer] | None:
+        """The torch.optim class that this one replaces."""
+        return next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim.") and base is not Optimizer), None)
+
+    # --- state ---------------------------------------------------------------------------------------------------
+
+    def initial_value(self, name: str, param: Tensor, group: dict[str, Any]) -> complex:
+        """The value that a parameter's state `name` starts from."""
+        return 0.0
+
+    def _dtype_of_state(self, param: Tensor) -> torch.dtype:
+        return self.state_dtype if self.state_dtype is not None and param.is_floating_point() else param.dtype
+
+    def _convert_state(self) -> None:
+        """Brings state that the parent made in its parameter's dtype to state_dtype."""
+        for param, state in self.state.items():
+            for name, value in state.items():
+                if name != "step" and isinstance(value, Tensor):
+                    state[name] = value.to(self._dtype_of_state(param))
+
+    def _create_state(self, group: dict[str, Any], positions: list[int], names: list[str], device_steps: bool) -> None:
+        """Adds what the state of the parameters at `positions` lacks, or moves their step counter to their device."""
+        schema = _schema(self.rule)
+        for position in positions:
+            param = group["params"][position]
+            state = self.state[param]
+            on_device = device_steps or group.get("capturable") or group.get("fused")
+            device = param.device if on_device else torch.device("cpu")
+            if schema["counts_steps"]:
+                step = state.get("step")
+                state["step"] = torch.zeros((), device=device) if step is None else torch.as_tensor(step).to(device)
+            for name in names:
+                if not isinstance(state.get(name), Tensor):
+                    value = self.initial_value(name, param, group)
+                    state[name] = torch.full_like(
+                        param, value, dtype=self._dtype_of_state(param), memory_format=torch.preserve_format, requires_grad=False
+                    )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state_dict of this optimizer or of its torch.optim namesake; state keeps state_dtype, exactly."""
+        super().load_state_dict(state_dict)
+        if self.state_dtype is None:
+            return
+        # The parent has cast every state to its parameter's dtype: take the saved values again.
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for index, param in zip(saved, params, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                if name != "step" and isinstance(value, Tensor):
+                    self.state[param][name] = value.detach().to(param.device, self._dtype_of_state(param), copy=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "state_dtype": self.state_dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._plans: list[Any] = []  # one for each parameter group
+        self._reasons_said: set[str] = set()
+
+    # --- step ----------------------------------------------------------------------------------------------------
+
+    def _hyperparameters(self, group: dict[str, Any], lr_on_device: bool) -> list[float]:
+        """The group's values in the order of the native rule. Reading a tensor that is on a device synchronizes."""
+        values = dict(group)
+        if "betas" in group:
+            values["beta1"], values["beta2"] = group["betas"]
+        if lr_on_device:
+            values["lr"] = 0.0  # the kernel reads it from the device
+        return [_number(values[name]) for name in _schema(self.rule)["hyperparameters"]]
+
+    @torch._disable_dynamo
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Performs one optimization step.
+
+        Args:
+            closure: re-evaluates the model and returns the loss. Optional.
+
+        Returns:
+            The closure's loss, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if "capturable" in self.defaults:
+            self._accelerator_graph_capture_health_check()
+        with torch.no_grad():
+            reason = self._fused_step()
+        if reason is not None:
+            self._stock_step(reason)
+        return loss
+
+    def _fused_step(self) -> str | None:
+        """Steps every group, or changes nothing and returns why the parent's step must run."""
+        if any(group["differentiable"] for group in self.param_groups):
+            return "differentiable=True"
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        infinity_on_device = found_inf is not None and found_inf.is_cuda
+        if found_inf is not None and not infinity_on_device and _number(found_inf) != 0:
+            return None
+        while len(self._plans) < len(self.param_groups):
+            self._plans.append(load_native().StepPlan(self.rule))
+
+        groups = []
+        reasons = []
+        for plan, group in zip(self._plans, self.param_groups, strict=False):
+            lr = group["lr"]
+            device_lr = lr if isinstance(lr, Tensor) and lr.is_cuda and group.get("capturable") else None
+            groups.append((plan, group, device_lr))
+            reasons.append(plan.check(group["params"], self._hyperparameters(group, device_lr is not None)))
+        for reason in reasons:
+            if reason is not None:
+                return reason
+
+        # Every gradient fits its parameter: from here on only state that the user has edited can be at fault.
+        lacking = [plan.lacking(group["params"], self.state, infinity_on_device) for plan, group, _ in groups]
+        counts_steps = _schema(self.rule)["counts_steps"]
+        if infinity_on_device and not counts_steps and any(lacking) and _number(found_inf) != 0:
+            return None  # a first step that is skipped must leave the next one first: the host has to know
+        for (plan, group, _), positions in zip(groups, lacking, strict=True):
+            self._create_state(group, positions, plan.used_states(), infinity_on_device)
+        for (plan, group, _), positions in zip(groups, lacking, strict=True):
+            reason = plan.bind(group["params"], self.state, positions)
+            if reason is not None:
+                return reason
+        for plan, _, device_lr in groups:
+            plan.run(device_lr, grad_scale, found_inf)
+        return None
+
+    def _stock_step(self, reason: str) -> None:
+        """Runs the parent's step in place of the fused one, unscaling first where GradScaler has left that to us."""
+        name, stock = type(self).__name__, self._stock_class()
+        assert stock is not None
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not self.takes_sparse and any(gradient.is_sparse for gradient in gradients):
+            raise RuntimeError(f"{name} does not support sparse gradients: expected dense ones. Pass sparse=False to the layer.")
+        if self.state_dtype is not None:
+            raise RuntimeError(
+                f"{name}: expected what the fused step can do because state_dtype == {self.state_dtype}, got: {reason}. "
+                "Leave state_dtype out, so that torch.optim's step can run."
+            )
+        if reason not in self._reasons_said:
+            self._reasons_said.add(reason)
+            warnings.warn(f"{name}: running torch.optim's own step because {reason}.", UserWarning, stacklevel=4)
+        scaling = {key: self.__dict__.pop(key) for key in ("grad_scale", "found_inf") if key in self.__dict__}
+        try:
+            if scaling.get("found_inf") is not None and _number(scaling["found_inf"]) != 0:
+                return
+            if scaling.get("grad_scale") is not None:
+                with torch.no_grad():
+                    for gradient in gradients:
+                        gradient.div_(scaling["grad_scale"].to(gradient.device))
+            step = cast(Any, stock.step)
+            # Without the wrapper that torch puts around step(): the hooks have run already.
+            (step.__wrapped__ if getattr(step, "hooked", False) else step)(self)
+        finally:
+            self.__dict__.update(scaling)
+
+
+_Fused = TypeVar("_Fused", bound=Optimizer)
+
+
+def fuse_optimizer(optimizer: _Fused) -> _Fused:
+    """Turns a live torch.optim optimizer into its fused namesake, in place, with its state, hooks and schedulers.
+
+    Args:
+        optimizer: an instance of exactly torch.optim.Adam, AdamW, RMSprop, SGD or Adagrad; a fused one is left as it is.
+
+    Returns:
+        The same object.
+
+    Raises:
+        TypeError: there is no fused namesake of its class.
+
+    Example:
+        >>> import fused_ops, torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        >>> isinstance(fused_ops.fuse_optimizer(optimizer), fused_ops.optim.SGD)
+        True
+    """
+    if isinstance(optimizer, FusedOptimizer):
+        return optimizer
+    fused = {cls._stock_class(): cls for cls in FusedOptimizer.__subclasses__()}
+    if type(optimizer) not in fused:
+        known = ", ".join(sorted(cls.__name__ for cls in fused.values()))
+        raise TypeError(
+            f"fuse_optimizer: expected type(optimizer) in torch.optim.({known}), got {type(optimizer).__qualname__}. "
+            "Keep this optimizer as it is."
+        )
+    optimizer.__class__ = fused[type(optimizer)]
+    cast(FusedOptimizer, optimizer).__setstate__({"state_dtype": None})
+    return optimizer
