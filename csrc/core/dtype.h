@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversion between storage and compute types, one element at a time, in integer arithmetic that vectorizes.
+// Conversion between storage and compute types, one element at a time, in integer arithmetic that vectorizes; GPUs
+// have instructions that give the same bits, but for a NaN's payload.
 //
 // IEEE 754: to a narrower type round to nearest, ties to even, subnormals kept; NaN stays NaN (quiet).
 #pragma once
@@ -37,6 +38,11 @@ FUSED_OPS_HD double widen(double x) { return x; }
 FUSED_OPS_HD float widen(BFloat16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
 
 FUSED_OPS_HD float widen(Float16 x) {
+#if defined(__CUDA_ARCH__)
+  float converted;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(converted) : "h"(x.bits));
+  return converted;
+#else
   const uint32_t sign = uint32_t(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
   // The exponent bias moves from 15 to 127; a subnormal is an integer multiple of 2^-24; infinity and NaN keep theirs.
@@ -45,6 +51,7 @@ FUSED_OPS_HD float widen(Float16 x) {
   const uint32_t special = (magnitude << 13) | 0x7f800000u | select(magnitude > 0x7c00u, 0x00400000u, 0u);
   const uint32_t finite = select(magnitude < 0x0400u, subnormal, normal);
   return bit_cast<float>(sign | select(magnitude >= 0x7c00u, special, finite));
+#endif
 }
 
 template <class To>
@@ -72,13 +79,24 @@ FUSED_OPS_HD float narrow<float>(double x) {
 // Both choose between 32-bit words and shift last: a choice between 16-bit halves costs the vectorizer a permutation each.
 template <>
 FUSED_OPS_HD BFloat16 narrow<BFloat16>(float x) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint16_t converted;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(converted) : "f"(x));
+  return {converted};
+#else
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t rounded = bits + 0x7fffu + (bits >> 16 & 1u);
   return {uint16_t(select(x != x, bits | 0x00400000u, rounded) >> 16)};
+#endif
 }
 
 template <>
 FUSED_OPS_HD Float16 narrow<Float16>(float x) {
+#if defined(__CUDA_ARCH__)
+  uint16_t converted;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(converted) : "f"(x));
+  return {converted};
+#else
   const uint32_t bits = bit_cast<uint32_t>(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
   // 65520 and above round to infinity. Below 2^-14 the result is subnormal: adding 0.5 leaves the multiple of 2^-24,
@@ -89,6 +107,7 @@ FUSED_OPS_HD Float16 narrow<Float16>(float x) {
   const uint32_t finite = select(magnitude < 0x38800000u, subnormal, normal);
   const uint32_t result = select(magnitude >= 0x477ff000u, special, finite);
   return {uint16_t(((bits >> 3 & 0x10000000u) | result) >> 13)};
+#endif
 }
 
 // To a 16-bit type from double through float rounded to odd, so that rounding twice equals rounding once.

@@ -15,7 +15,7 @@ constexpr int kParameterBytes = 32760;  // 32,764 from compute capability 7.0 on
 constexpr int kParameterBytes = 4096;
 #endif
 
-constexpr int kThreads = 256;  // a block
+constexpr int kThreads = 128;  // a block
 constexpr int kVectorBytes = 16;
 
 // Elements that a thread moves at once: two vectors of an operand in the compute type, one of a 16-bit operand.
@@ -24,8 +24,13 @@ constexpr int kVector = kVectorBytes / int(sizeof(T));
 template <class T>
 constexpr int kElements = 2 * kVector<T>;
 
+// Blocks that a multiprocessor holds: as many as leave a thread the registers it needs. Each keeps
+// kThreads * kOperands * 2 vectors of loads in flight, together at least 60 KB (docs/sass.md says why that is enough).
+template <class T, int kOperands>
+constexpr int kMinBlocks = sizeof(T) == 4 ? (kOperands < 4 ? 8 : 11 - kOperands) : (kOperands < 5 ? 4 : 3);
+
 // A block's share of an item: a power of two, at least what its threads move at once.
-constexpr int kMinChunk = 2048;
+constexpr int kMinChunk = 1024;
 constexpr int kMaxChunk = 16384;
 
 FUSED_OPS_HD constexpr int size_of(DType dtype) {

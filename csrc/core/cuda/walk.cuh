@@ -17,10 +17,15 @@ template <class T>
 constexpr DType kCompute = sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64;
 
 // Gradients are read once; what the step writes may still be in cache when the next forward pass reads it.
-template <bool kReadOnce, class Word>
-__device__ __forceinline__ Word load(const void* address) {
-  if constexpr (kReadOnce) return __ldcs(static_cast<const Word*>(address));
-  return *static_cast<const Word*>(address);
+template <class Word>
+__device__ __forceinline__ Word load(const char* address, bool read_once) {
+  const Word* const words = reinterpret_cast<const Word*>(address);
+  return read_once ? __ldcs(words) : __ldca(words);
+}
+
+template <class Word>
+__device__ __forceinline__ void store(char* address, Word word) {
+  __stwb(reinterpret_cast<Word*>(address), word);
 }
 
 __device__ __forceinline__ uint32_t word(const uint4& vector, int index) {
@@ -51,44 +56,43 @@ __device__ __forceinline__ void unpack(double (&value)[4], const uint4 (&vectors
 }
 
 template <class Half>
-__device__ __forceinline__ uint4 narrow_vector(const float (&value)[8]) {
+__device__ __forceinline__ uint4 pack(const float (&value)[8]) {
   uint32_t words[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     words[i] = narrow<Half>(value[2 * i]).bits | uint32_t(narrow<Half>(value[2 * i + 1]).bits) << 16;
-  return {words[0], words[1], words[2], words[3]};
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// Stores 8 floats as one vector of 16-bit elements, or as two of 4-byte elements that lie `gap` bytes apart.
-__device__ __forceinline__ void store(char* address, int gap, const float (&value)[8], DType dtype) {
+__device__ __forceinline__ uint4 pack(float a, float b, float c, float d) {
+  return make_uint4(bit_cast<uint32_t>(a), bit_cast<uint32_t>(b), bit_cast<uint32_t>(c), bit_cast<uint32_t>(d));
+}
+
+__device__ __forceinline__ uint4 pack(double a, double b) {
+  const uint64_t first = bit_cast<uint64_t>(a), second = bit_cast<uint64_t>(b);
+  return make_uint4(uint32_t(first), uint32_t(first >> 32), uint32_t(second), uint32_t(second >> 32));
+}
+
+// Stores one vector of 16-bit elements, or two of 4-byte elements that lie `gap` bytes apart.
+__device__ __forceinline__ void store_vectors(char* address, int gap, const float (&value)[8], DType dtype) {
   if (dtype == DType::kFloat32) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      *reinterpret_cast<uint4*>(address + i * gap) = {
-          bit_cast<uint32_t>(value[4 * i]), bit_cast<uint32_t>(value[4 * i + 1]), bit_cast<uint32_t>(value[4 * i + 2]),
-          bit_cast<uint32_t>(value[4 * i + 3])};
-  } else if (dtype == DType::kBFloat16) {
-    *reinterpret_cast<uint4*>(address) = narrow_vector<BFloat16>(value);
+    store(address, pack(value[0], value[1], value[2], value[3]));
+    store(address + gap, pack(value[4], value[5], value[6], value[7]));
   } else {
-    *reinterpret_cast<uint4*>(address) = narrow_vector<Float16>(value);
+    store(address, dtype == DType::kBFloat16 ? pack<BFloat16>(value) : pack<Float16>(value));
   }
 }
 
-__device__ __forceinline__ void store(char* address, int gap, const double (&value)[4], DType) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint64_t first = bit_cast<uint64_t>(value[2 * i]), second = bit_cast<uint64_t>(value[2 * i + 1]);
-    *reinterpret_cast<uint4*>(address + i * gap) = {uint32_t(first), uint32_t(first >> 32), uint32_t(second),
-                                                    uint32_t(second >> 32)};
-  }
+__device__ __forceinline__ void store_vectors(char* address, int gap, const double (&value)[4], DType) {
+  store(address, pack(value[0], value[1]));
+  store(address + gap, pack(value[2], value[3]));
 }
 
 // One element, in two steps: a load that waits for nothing, then its conversion.
-template <bool kReadOnce>
-__device__ __forceinline__ uint64_t load_bits(const char* data, int64_t index, DType dtype) {
-  if (dtype == DType::kFloat32) return load<kReadOnce, uint32_t>(data + index * 4);
-  if (dtype == DType::kFloat64) return load<kReadOnce, uint64_t>(data + index * 8);
-  return load<kReadOnce, uint16_t>(data + index * 2);
+__device__ __forceinline__ uint64_t load_bits(const char* address, DType dtype, bool read_once) {
+  if (dtype == DType::kFloat32) return load<uint32_t>(address, read_once);
+  if (dtype == DType::kFloat64) return load<unsigned long long>(address, read_once);
+  return load<uint16_t>(address, read_once);
 }
 
 template <class T>
@@ -102,12 +106,12 @@ __device__ __forceinline__ T from_bits(uint64_t bits, DType dtype) {
 }
 
 template <class T>
-__device__ __forceinline__ void store_element(char* data, int64_t index, T value, DType dtype) {
+__device__ __forceinline__ void store_element(char* address, T value, DType dtype) {
   switch (dtype) {
-    case DType::kFloat32: reinterpret_cast<float*>(data)[index] = narrow<float>(value); break;
-    case DType::kFloat64: reinterpret_cast<double*>(data)[index] = narrow<double>(value); break;
-    case DType::kFloat16: reinterpret_cast<Float16*>(data)[index] = narrow<Float16>(value); break;
-    case DType::kBFloat16: reinterpret_cast<BFloat16*>(data)[index] = narrow<BFloat16>(value); break;
+    case DType::kFloat32: store(address, narrow<float>(value)); break;
+    case DType::kFloat64: store(address, narrow<double>(value)); break;
+    case DType::kFloat16: store(address, narrow<Float16>(value).bits); break;
+    case DType::kBFloat16: store(address, narrow<BFloat16>(value).bits); break;
   }
 }
 
@@ -140,7 +144,7 @@ __device__ __forceinline__ int find_record(const WalkParameters<Rule, kOperands>
 }
 
 template <class Optimizer, class T, unsigned kStates>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kMinBlocks<T, operand_count(kStates)>)
     walk(const __grid_constant__ WalkParameters<typename Optimizer::template Rule<T, kStates>, operand_count(kStates)>
              parameters) {
   using Rule = typename Optimizer::template Rule<T, kStates>;
@@ -152,8 +156,8 @@ __global__ void __launch_bounds__(kThreads)
   const Record<kOperands>& record = parameters.record[index];
   const Traits traits = record.traits;
   const Rule rule = parameters.prepared ? parameters.prepared[index] : parameters.rules[traits.rule];
-  const int64_t* const strided =
-      Path(traits.path) == Path::kStrided ? parameters.words + parameters.kWords - record.strided : nullptr;
+  const bool is_strided = Path(traits.path) == Path::kStrided;
+  const int strided = is_strided ? int(parameters.kWords - record.strided) : 0;  // where in the words
   const int chunk = parameters.chunk;
   const int last_chunk = index + 1 < parameters.records ? parameters.record[index + 1].first_chunk : parameters.chunks;
 
@@ -172,11 +176,12 @@ __global__ void __launch_bounds__(kThreads)
   for (int operand = 0; operand < kOperands; ++operand) {
     dtype[operand] = DType(traits.dtypes >> 2 * operand & 3u);
     spread = spread && dtype[operand] == kCompute<T>;
-    data[operand] = strided ? reinterpret_cast<char*>(strided[operand])
-                            : static_cast<char*>(record.data[operand]) + origin * size_of(dtype[operand]);
+    data[operand] = is_strided ? reinterpret_cast<char*>(parameters.words[strided + operand])
+                               : static_cast<char*>(record.data[operand]) + origin * size_of(dtype[operand]);
   }
 
   constexpr int kAtOnce = kThreads * kElements<T>;
+#pragma unroll 1
   for (int first = vectors_begin; first < vectors_end; first += kAtOnce) {
     // Neighbouring threads take neighbouring vectors where all operands have as many elements a vector.
     const bool interleaved = spread && vectors_end - first >= kAtOnce;
@@ -187,9 +192,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int operand = 0; operand < kOperands; ++operand) {
       const char* address = data[operand] + mine * size_of(dtype[operand]);
-      vectors[operand][0] = operand == kGrad ? load<true, uint4>(address) : load<false, uint4>(address);
-      if (dtype[operand] == kCompute<T>)
-        vectors[operand][1] = operand == kGrad ? load<true, uint4>(address + gap) : load<false, uint4>(address + gap);
+      vectors[operand][0] = load<uint4>(address, operand == kGrad);
+      if (dtype[operand] == kCompute<T>) vectors[operand][1] = load<uint4>(address + gap, operand == kGrad);
     }
     T value[kOperands][kElements<T>];
 #pragma unroll
@@ -197,34 +201,38 @@ __global__ void __launch_bounds__(kThreads)
     apply<kStates>(rule, value);
 #pragma unroll
     for (int operand = 0; operand < kOperands; ++operand)
-      if (operand != kGrad) store(data[operand] + mine * size_of(dtype[operand]), gap, value[operand], dtype[operand]);
+      if (operand != kGrad)
+        store_vectors(data[operand] + mine * size_of(dtype[operand]), gap, value[operand], dtype[operand]);
   }
 
   // What the vectors leave over before and after them, or all.
   const int head = vectors_begin - begin;
   const int singles = head + end - vectors_end;
+#pragma unroll 1
   for (int i = int(threadIdx.x); i < singles; i += kThreads) {
     const int element = i < head ? begin + i : vectors_end + i - head;
-    int64_t offset[kOperands];
+    char* address[kOperands];
 #pragma unroll
-    for (int operand = 0; operand < kOperands; ++operand) offset[operand] = strided ? 0 : element;
-    if (strided) {
-      const int dims = int(strided[kOperands]);
-      const int64_t* const size = strided + kOperands + 1;
+    for (int operand = 0; operand < kOperands; ++operand)
+      address[operand] = data[operand] + (is_strided ? 0 : element * size_of(dtype[operand]));
+    if (is_strided) {
+      const int dims = int(parameters.words[strided + kOperands]);
+      const int sizes = strided + kOperands + 1;
       int64_t rest = origin + element;
+#pragma unroll 1
       for (int dim = dims - 1; dim >= 0; --dim) {
-        const int64_t quotient = rest / size[dim];
+        const int64_t quotient = rest / parameters.words[sizes + dim];
+        const int64_t position = rest - quotient * parameters.words[sizes + dim];
 #pragma unroll
         for (int operand = 0; operand < kOperands; ++operand)
-          offset[operand] += (rest - quotient * size[dim]) * size[(1 + operand) * dims + dim];
+          address[operand] += position * parameters.words[sizes + (1 + operand) * dims + dim] * size_of(dtype[operand]);
         rest = quotient;
       }
     }
     uint64_t bits[kOperands];
 #pragma unroll
     for (int operand = 0; operand < kOperands; ++operand)
-      bits[operand] = operand == kGrad ? load_bits<true>(data[operand], offset[operand], dtype[operand])
-                                       : load_bits<false>(data[operand], offset[operand], dtype[operand]);
+      bits[operand] = load_bits(address[operand], dtype[operand], operand == kGrad);
     T value[kOperands][1];
 #pragma unroll
     for (int operand = 0; operand < kOperands; ++operand)
@@ -232,7 +240,7 @@ __global__ void __launch_bounds__(kThreads)
     apply<kStates>(rule, value);
 #pragma unroll
     for (int operand = 0; operand < kOperands; ++operand)
-      if (operand != kGrad) store_element(data[operand], offset[operand], value[operand][0], dtype[operand]);
+      if (operand != kGrad) store_element(address[operand], value[operand][0], dtype[operand]);
   }
 }
 
