@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times optimizer steps: stock PyTorch, fused_ops and installed peers, against each other and the bandwidth limit.
+
+    python benchmarks/bench_optimizers.py                     # every row, about 15 minutes
+    python benchmarks/bench_optimizers.py --quick --sets c d  # a first impression
+    python benchmarks/bench_optimizers.py --compile --check   # with a compiled stock step; fails on a missed floor
+
+Every contender first takes three steps that are compared with a float64 stock optimizer. Writes optimizers.json,
+optimizers.md and optimizers.png to the output directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import platform
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import OPTIMIZERS, OURS, PRECISIONS, STOCK, Contender, OptimizerCase, Precision
+from contenders import bytes_per_element, contenders
+from floors import judge
+from measurement import BandwidthLimit, Routine, Spread, competing_process, interleave, temporary_bytes, verify
+from parameter_sets import PARAMETER_SETS, ParameterSet, make_parameters
+from progress import Progress
+from report import markdown, markdown_table, plot
+
+import fused_ops
+
+LIMIT = "bandwidth limit"
+MODEL_SETS = ("a", "b", "c", "d")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the benchmark: what is measured, and under which conditions."""
+
+    case: OptimizerCase
+    precision: Precision
+    parameter_set: ParameterSet
+    threads: int
+    competing: bool = False
+    compiled: bool = False
+
+    def __str__(self) -> str:
+        condition = ", competing process" if self.competing else ""
+        return f"{self.parameter_set.name}: {self.case.name} {self.precision.name}, {self.threads} thread(s){condition}"
+
+
+def planned_rows(options: argparse.Namespace) -> list[Row]:
+    """Every optimizer in fp32 and AdamW and RMSprop in the other precisions, then the rows under special conditions."""
+
+    def rows(optimizers: tuple[str, ...], precisions: tuple[str, ...], sets: tuple[str, ...], **conditions: Any):
+        for set_name in sets:
+            for precision in precisions:
+                for optimizer in optimizers:
+                    wanted = (
+                        optimizer in options.optimizers and precision in options.precisions and set_name in options.sets
+                    )
+                    if wanted:
+                        yield Row(OPTIMIZERS[optimizer], PRECISIONS[precision], PARAMETER_SETS[set_name], **conditions)
+
+    threads = options.threads
+    everything, fp32 = tuple(OPTIMIZERS), ("fp32",)
+    planned = [
+        *rows(everything, fp32, ("a", "b", "c"), threads=threads),
+        *rows(everything, fp32, ("d",), threads=threads, compiled=options.compile),
+        *rows(("AdamW", "RMSprop"), ("bf16", "fp32, bf16 states"), MODEL_SETS, threads=threads),
+        *rows(("AdamW",), fp32, ("scalars",), threads=threads),
+    ]
+    if options.device.type == "cpu":
+        planned += rows(("AdamW",), fp32, ("c",), threads=threads, competing=True)
+        if threads > 1:
+            planned += rows(everything, fp32, ("c", "d"), threads=1)
+            planned += rows(("AdamW", "RMSprop"), fp32, ("a", "b"), threads=1)
+    return planned
+
+
+def measure(row: Row, options: argparse.Namespace, limit: BandwidthLimit) -> dict[str, Any]:
+    """Verifies and times every contender of a row over the same parameters and gradients."""
+    torch.set_num_threads(row.threads)
+    dtype = row.precision.dtype
+    parameters = make_parameters(row.parameter_set.shapes, dtype, options.device)
+    gradients = [parameter.grad for parameter in parameters]
+
+    entrants: dict[str, Contender] = {}
+    steps: dict[str, Routine] = {}
+    errors: dict[str, str | None] = {}
+    for contender in contenders(row.case, row.precision, row.compiled, options.peers):
+        if row.competing and contender.name not in ("fused", OURS):
+            continue  # stock's loop takes seconds a step when its threads wait for a busy core
+        step = contender.make_step(parameters)
+        errors[contender.name] = verify(step, parameters, row.case, contender)
+        entrants[contender.name], steps[contender.name] = contender, step
+
+    def turn_gradients() -> None:  # an endlessly constant gradient would drive the centered variance to zero
+        torch._foreach_neg_(gradients)
+
+    budget, rounds = (1.0, (3, 10)) if options.quick else (options.seconds, (7, 40))
+    with competing_process(row.competing):
+        times = interleave({**steps, LIMIT: limit}, options.device, budget, rounds, between=turn_gradients)
+    temporaries = {name: temporary_bytes(step, options.device) for name, step in steps.items()}
+
+    bandwidths = [limit.bytes_moved / seconds for seconds in times[LIMIT]]
+    elements = row.parameter_set.numel
+    result: dict[str, Any] = {
+        "set": row.parameter_set.name,
+        "optimizer": row.case.name,
+        "precision": row.precision.name,
+        "threads": row.threads,
+        "competing": row.competing,
+        "tensors": len(parameters),
+        "elements": elements,
+        "limit_gigabytes_per_second": asdict(Spread.of([bandwidth / 1e9 for bandwidth in bandwidths])),
+        "limit_milliseconds": None,
+        "contenders": {},
+        "metrics": {},
+    }
+    shows_bandwidth = row.parameter_set.name in MODEL_SETS
+    for name, contender in entrants.items():
+        entry = result["contenders"][name] = {
+            "milliseconds": asdict(Spread.of([1e3 * seconds for seconds in times[name]])),
+            "gigabytes_per_second": None,
+            "share_of_limit": None,
+            "temporary_bytes": temporaries[name],
+            "error": errors[name],
+        }
+        if contender.exact and shows_bandwidth:
+            moved = elements * bytes_per_element(row.case, dtype, contender.state_dtype)
+            entry["gigabytes_per_second"] = moved / Spread.of(times[name]).median / 1e9
+            shares = [moved / seconds / rate for seconds, rate in zip(times[name], bandwidths, strict=True)]
+            entry["share_of_limit"] = asdict(Spread.of(shares))
+            if name == OURS:
+                result["metrics"]["share of limit"] = entry["share_of_limit"]["median"]
+                result["limit_milliseconds"] = 1e3 * moved / Spread.of(bandwidths).median
+
+    def speedup(other: str) -> float:
+        return Spread.of([theirs / ours for theirs, ours in zip(times[other], times[OURS], strict=True)]).median
+
+    stock = [name for name in STOCK if name in times]
+    result["best_stock"] = min(stock, key=lambda name: Spread.of(times[name]).median)
+    result["metrics"]["vs best stock"] = speedup(result["best_stock"])
+    for name in steps:
+        if name != OURS:
+            result["metrics"][f"vs {name}"] = speedup(name)
+    result["metrics"]["ms"] = result["contenders"][OURS]["milliseconds"]["median"]
+    if temporaries[OURS] is not None:
+        result["metrics"]["MB a thread"] = temporaries[OURS] / 2**20 / row.threads
+    return result
+
+
+def describe_machine(options: argparse.Namespace) -> dict[str, Any]:
+    processor = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            processor = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    machine = {
+        "date": datetime.date.today().isoformat(),
+        "processor": processor,
+        "cores": os.cpu_count(),
+        "threads": options.threads,
+        "torch": torch.__version__,
+        "CPU capability of torch": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "fused_ops": getattr(fused_ops, "__version__", "unknown"),
+    }
+    if options.device.type == "cuda":
+        machine["device"] = torch.cuda.get_device_name(options.device)
+    if hasattr(os, "getloadavg"):
+        machine["load before"] = round(os.getloadavg()[0], 2)
+    return machine
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", nargs="+", choices=PARAMETER_SETS, default=list(PARAMETER_SETS))
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="the floors are for 2")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--seconds", type=float, default=6.0, help="time to spend on the rounds of a row")
+    parser.add_argument("--quick", action="store_true", help="one second a row")
+    parser.add_argument("--compile", action="store_true", help="add a compiled stock step on set d (slow to compile)")
+    parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out other installed packages")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a floor is missed")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    rows = planned_rows(options)
+    if not rows:
+        print("bench_optimizers: expected at least one row, got none. Name other sets, optimizers or precisions.")
+        return 2
+    machine = describe_machine(options)
+    limit = BandwidthLimit(options.device)
+    progress = Progress(len(rows))
+    results = []
+    for row in rows:
+        progress.advance(0, str(row))
+        results.append(measure(row, options, limit))
+        progress.advance(1, str(row))
+        gc.collect()
+    progress.clear()
+
+    verdicts = judge(results) if options.device.type == "cpu" else []
+    print(markdown_table(results))
+    for verdict in verdicts:
+        print(verdict)
+    options.output.mkdir(parents=True, exist_ok=True)
+    record = {"machine": machine, "rows": results, "floors": [str(verdict) for verdict in verdicts]}
+    (options.output / "optimizers.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.output / "optimizers.md").write_text(markdown(machine, results, verdicts))
+    subtitle = f"{machine['processor']}, torch {machine['torch']}, {machine['date']}; bars: medians, lines: quartiles"
+    if not plot(results, options.output / "optimizers.png", subtitle):
+        print("No plot: matplotlib is not installed, or no fp32 row was measured.")
+    print(f"Results are in {options.output}")
+
+    wrong = [
+        f"{row['optimizer']} {row['precision']}, set {row['set']}: {name} {entry['error']}"
+        for row in results
+        for name, entry in row["contenders"].items()
+        if entry["error"]
+    ]
+    for line in wrong:
+        print(f"WRONG {line}")
+    missed = [verdict for verdict in verdicts if not verdict.passed]
+    if any(row["contenders"][OURS]["error"] for row in results) or (options.check and missed):
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
