@@ -111,7 +111,7 @@ void OptimizerStep::reset(std::vector<double> hyperparameters) {
   bucket_count_ = 0;
   layouts_.clear();
   keep_alive_.clear();
-  written_.clear();
+  params_.clear();
   host_steps_.clear();
   memory_.clear();
 }
@@ -225,23 +225,27 @@ std::optional<std::string> OptimizerStep::lay_out(int64_t index, Item& item, con
   return std::nullopt;
 }
 
-std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& param, const at::Tensor& grad,
-                                              const at::Tensor* states, const at::Tensor& step, bool first) {
-  keep_alive_.push_back(grad.is_conj() || grad.is_neg() ? grad.resolve_conj().resolve_neg() : grad);
+std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& param, at::Tensor grad,
+                                              const at::Tensor* const* states, const at::Tensor* step, bool first) {
+  if (grad.is_conj() || grad.is_neg()) grad = grad.resolve_conj().resolve_neg();
+  keep_alive_.push_back(std::move(grad));
   const at::Tensor* tensors[kMaxOperands] = {&param, &keep_alive_.back()};
   for (int i = 0; i < int(state_names_.size()); ++i) {
     if (!has_state(states_, i)) continue;
-    const at::Tensor& state = states[i];
+    const at::Tensor& state = *states[i];
     tensors[kFirstState + i] = &state;
-    const std::string fact = "state['" + state_names_[i] + "'] of " + argument("params", index);
-    const auto expect = [&](bool holds, const char* what, const auto& wanted, const auto& found) {
-      if (!holds) fail_expectation(name_, fact + what, wanted, found, "Load a state_dict that was saved for this model.");
+    const auto fact = [&](const char* what) {
+      return "state['" + state_names_[i] + "'] of " + argument("params", index) + what;
     };
-    expect(state.sizes().equals(param.sizes()), ".shape", describe(param.sizes()), describe(state.sizes()));
-    expect(state.device() == param.device(), ".device", param.device(), state.device());
-    expect(state.is_complex() == param.is_complex(), ".is_complex()", param.is_complex(), state.is_complex());
+    constexpr const char* kAdvice = "Load a state_dict that was saved for this model.";
+    if (!state.sizes().equals(param.sizes()))
+      fail_expectation(name_, fact(".shape"), describe(param.sizes()), describe(state.sizes()), kAdvice);
+    if (state.device() != param.device())
+      fail_expectation(name_, fact(".device"), param.device(), state.device(), kAdvice);
+    if (state.is_complex() != param.is_complex())
+      fail_expectation(name_, fact(".dtype"), describe(param.scalar_type()), describe(state.scalar_type()), kAdvice);
     if (state.layout() != at::kStrided || !storage_type(state.scalar_type()) || state.is_conj() || state.is_neg())
-      return fact + " is not a plain floating-point tensor";
+      return fact(" is not a plain floating-point tensor");
   }
 
   Item item{};
@@ -261,15 +265,15 @@ std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& p
   bool device_steps = false;
   double count = first ? 1 : 2;
   if (counts_steps_) {
-    if (!step.defined() || step.numel() != 1)
+    if (!step || step->numel() != 1)
       fail(name_, ": expected state['step'] of ", argument("params", index), " to be a one-element tensor. ",
            "Load a state_dict that was saved for this model.");
-    device_steps = !step.is_cpu();
-    const bool plain = device_steps ? step.device() == param.device() && step.scalar_type() == at::kFloat
-                                    : is_host_step_dtype(step.scalar_type());
-    if (!plain) return "state['step'] is a " + describe(step.scalar_type()) + " on " + step.device().str();
+    device_steps = !step->is_cpu();
+    const bool plain = device_steps ? step->device() == param.device() && step->scalar_type() == at::kFloat
+                                    : is_host_step_dtype(step->scalar_type());
+    if (!plain) return "state['step'] is a " + describe(step->scalar_type()) + " on " + step->device().str();
     if (!device_steps) {
-      host_steps_.push_back({const_cast<void*>(step.const_data_ptr()), step.scalar_type()});
+      host_steps_.push_back({const_cast<void*>(step->const_data_ptr()), step->scalar_type()});
       count = read_step(host_steps_.back().data, host_steps_.back().dtype) + 1;
     }
   }
@@ -277,14 +281,13 @@ std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& p
   Bucket& target = bucket(param.device(), in_double, device_steps);
   if (target.scalars.empty() || target.scalars.back().step != count) target.scalars.push_back({count});
   item.scalars = int32_t(target.scalars.size() - 1);
-  if (device_steps) target.steps.push_back(static_cast<float*>(const_cast<void*>(step.const_data_ptr())));
+  if (device_steps) target.steps.push_back(static_cast<float*>(const_cast<void*>(step->const_data_ptr())));
   if (!param.is_cuda())
     for (int64_t begin = 0; begin < item.numel; begin += cpu::kChunk)
       target.chunks.push_back({begin, int32_t(target.items.size()), int32_t(std::min(cpu::kChunk, item.numel - begin))});
   target.items.push_back(item);
 
-  for (int operand = 0; operand < kMaxOperands; ++operand)
-    if (tensors[operand] && operand != kGrad) written_.push_back(tensors[operand]->unsafeGetTensorImpl());
+  params_.push_back(param.unsafeGetTensorImpl());
   const char* begin = static_cast<const char*>(item.data[kParam]);
   int64_t extent = item.numel > 0;
   if (item.layout)
@@ -316,6 +319,8 @@ bool OptimizerStep::run(const StepTensors& tensors) {
   if (host_decides && tensors.found_inf.defined() && host_scalar(tensors.found_inf) != 0) return false;
   const bool serially = shares_memory();
   for (const HostStep& step : host_steps_) increment_step(step.data, step.dtype);
+  for (c10::TensorImpl* param : params_)
+    if (!param->is_inference()) param->bump_version();
   for (size_t i = 0; i < bucket_count_; ++i) {
     Bucket& bucket = buckets_[i];
     if (!serially) {
@@ -324,8 +329,7 @@ bool OptimizerStep::run(const StepTensors& tensors) {
       for (size_t item = 0; item < bucket.items.size(); ++item) run_bucket(bucket, item, item + 1, tensors);
     }
   }
-  for (c10::TensorImpl* impl : written_)
-    if (!impl->is_inference()) impl->bump_version();
+  for (const at::Tensor& tensor : keep_alive_) __builtin_prefetch(tensor.unsafeGetTensorImpl());
   keep_alive_.clear();
   return true;
 }

@@ -36,11 +36,11 @@ class OptimizerStep {
   // fused path cannot take what stock PyTorch may, or nothing.
   std::optional<std::string> check(int64_t index, const at::Tensor& param, const at::Tensor& grad) const;
 
-  // Adds a checked parameter with its states (state_names() order, undefined where unused) and its step counter.
+  // Adds a checked parameter with its states (state_names() order, null where unused) and its step counter.
   // `first`: this is the parameter's first step; told by the counter where the optimizer counts steps.
   // Returns why the fused path cannot take it, or nothing.
-  std::optional<std::string> add(int64_t index, const at::Tensor& param, const at::Tensor& grad,
-                                 const at::Tensor* states, const at::Tensor& step, bool first);
+  std::optional<std::string> add(int64_t index, const at::Tensor& param, at::Tensor grad,
+                                 const at::Tensor* const* states, const at::Tensor* step, bool first);
 
   // Updates every parameter that was added; with a non-zero found_inf, none. Returns whether it did, as far as the host
   // can know (true where found_inf is on a device).
@@ -82,7 +82,7 @@ class OptimizerStep {
   size_t bucket_count_ = 0;  // those beyond are spare: their memory is used again
   std::deque<Layout> layouts_;
   std::vector<at::Tensor> keep_alive_;       // gradients: another thread may set them to None while we run
-  std::vector<c10::TensorImpl*> written_;    // what autograd must see as modified
+  std::vector<c10::TensorImpl*> params_;     // what autograd must see as modified
   std::vector<HostStep> host_steps_;
   std::vector<std::pair<const char*, const char*>> memory_, checked_memory_;  // [begin, end) of each parameter
   bool checked_shares_memory_ = false;

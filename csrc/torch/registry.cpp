@@ -40,10 +40,10 @@ void step_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (const auto reason = step.check(int64_t(i), params[i], grads[i]))
       fail(step.name(), ": ", *reason, ". Use the torch.optim optimizer.");
   for (size_t i = 0; i < params.size(); ++i) {
-    at::Tensor states[kMaxStates];
+    const at::Tensor* states[kMaxStates] = {};
     for (size_t k = 0; k < state_count; ++k)
-      if (!lists[2 + k].empty()) states[k] = lists[2 + k][i];
-    const at::Tensor counter = step.counts_steps() ? lists[2 + state_count][i] : at::Tensor();
+      if (!lists[2 + k].empty()) states[k] = &lists[2 + k][i];
+    const at::Tensor* counter = step.counts_steps() ? &lists[2 + state_count][i] : nullptr;
     if (const auto reason = step.add(int64_t(i), params[i], grads[i], states, counter, /*first=*/false))
       fail(step.name(), ": ", *reason, ". Use the torch.optim optimizer.");
   }
@@ -103,10 +103,8 @@ PYBIND11_MODULE(_C, module) {
   using fused_ops::StepPlan;
   py::class_<StepPlan>(module, "StepPlan")
       .def(py::init<const std::string&>())
-      .def("check", &StepPlan::check)
+      .def("gather", &StepPlan::gather)
       .def("used_states", &StepPlan::used_states)
-      .def("lacking", &StepPlan::lacking)
-      .def("bind", &StepPlan::bind)
       .def("run", &StepPlan::run);
   module.def("optimizer_schemas", &fused_ops::optimizer_schemas);
   module.def("cpu_info", &fused_ops::cpu_info);

@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "torch/optimizer_step.h"
@@ -17,26 +18,36 @@ class StepPlan {
  public:
   explicit StepPlan(const std::string& optimizer);
 
-  // Checks every gradient of `params` (a group's list) against its parameter. Changes nothing. Throws what no optimizer
-  // could take. Returns what hinders the fused path: None, or the reason.
-  py::object check(const py::list& params, std::vector<double> hyperparameters);
+  // Checks every parameter of `params` (a group's list) that has a gradient, and all that moves with it. Changes nothing.
+  // Throws what no optimizer could take. Returns
+  //   what hinders the fused path: None, or the reason;
+  //   the positions of parameters that lack some of their state, or, with device_steps, whose step counter is not on
+  //   their device: to be made before gathering again.
+  // `first` holds the positions, ascending, of parameters that take their first step.
+  std::pair<py::object, std::vector<int64_t>> gather(const py::list& params, const py::dict& state,
+                                                     std::vector<double> hyperparameters, bool device_steps,
+                                                     const std::vector<int64_t>& first);
 
-  // Names of the states that the hyperparameters given to check() use.
+  // Names of the states that the hyperparameters given to gather() use.
   std::vector<std::string> used_states() const;
 
-  // Positions of the parameters that have a gradient but lack some of their state. device_steps: a step counter must be
-  // on its parameter's device, or it counts as lacking.
-  std::vector<int64_t> lacking(const py::list& params, const py::dict& state, bool device_steps);
-
-  // Reads states and step counters. `first` holds the positions of parameters that take their first step. Changes
-  // nothing. Returns as check().
-  py::object bind(const py::list& params, const py::dict& state, const std::vector<int64_t>& first);
-
-  // Updates what was bound; returns whether it did, as OptimizerStep::run.
+  // Updates what was gathered; returns whether it did, as OptimizerStep::run.
   bool run(const py::object& lr, const py::object& grad_scale, const py::object& found_inf);
 
  private:
+  struct Entry {  // where one parameter's things are
+    PyObject* object;
+    PyObject* entries;                 // its dict in the optimizer's state, or null
+    const at::Tensor* grad;            // undefined if there is none
+    PyObject* values[kMaxStates + 1];  // of names_, null where not read or absent
+  };
+  struct Pair;
+  static constexpr size_t kBlock = 32;
+
+  void find(Entry* block, size_t first, size_t count, PyObject* params, PyObject* state);
   PyObject* state_of(PyObject* param, PyObject* state, size_t index);
+  static Pair local_pair(const Entry& entry);
+  bool reads(size_t k) const;
 
   OptimizerStep step_;
   std::vector<py::object> names_;  // of the states, then "step"

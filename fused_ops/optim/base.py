@@ -189,29 +189,29 @@ class FusedOptimizer(Optimizer):
         while len(self._plans) < len(self.param_groups):
             self._plans.append(load_native().StepPlan(self.rule))
 
-        groups = []
-        reasons = []
+        gathered = []
         for plan, group in zip(self._plans, self.param_groups, strict=False):
             lr = group["lr"]
             device_lr = lr if isinstance(lr, Tensor) and lr.is_cuda and group.get("capturable") else None
-            groups.append((plan, group, device_lr))
-            reasons.append(plan.check(group["params"], self._hyperparameters(group, device_lr is not None)))
-        for reason in reasons:
+            gather = functools.partial(
+                plan.gather, group["params"], self.state, self._hyperparameters(group, device_lr is not None), infinity_on_device
+            )
+            gathered.append((plan, group, device_lr, gather, *gather([])))
+        for *_, reason, _ in gathered:
             if reason is not None:
                 return reason
 
-        # Every gradient fits its parameter: from here on only state that the user has edited can be at fault.
-        lacking = [plan.lacking(group["params"], self.state, infinity_on_device) for plan, group, _ in groups]
-        counts_steps = _schema(self.rule)["counts_steps"]
-        if infinity_on_device and not counts_steps and any(lacking) and _number(found_inf) != 0:
-            return None  # a first step that is skipped must leave the next one first: the host has to know
-        for (plan, group, _), positions in zip(groups, lacking, strict=True):
-            self._create_state(group, positions, plan.used_states(), infinity_on_device)
-        for (plan, group, _), positions in zip(groups, lacking, strict=True):
-            reason = plan.bind(group["params"], self.state, positions)
-            if reason is not None:
-                return reason
-        for plan, _, device_lr in groups:
+        # Every gradient fits its parameter. What is left to find fault with is state that is made now.
+        first_is_known_by_step = _schema(self.rule)["counts_steps"]
+        if infinity_on_device and not first_is_known_by_step and any(lacking for *_, lacking in gathered) and _number(found_inf):
+            return None  # a first step that is skipped must leave the next one first, so the host has to know
+        for plan, group, _, gather, _, lacking in gathered:
+            if lacking:
+                self._create_state(group, lacking, plan.used_states(), infinity_on_device)
+                reason, _ = gather(lacking)
+                if reason is not None:
+                    return reason
+        for plan, _, device_lr, *_ in gathered:
             plan.run(device_lr, grad_scale, found_inf)
         return None
 
