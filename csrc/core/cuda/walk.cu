@@ -2,9 +2,6 @@
 // Packs items into launches of the kernels in walk.cuh.
 #include "core/cuda/walk.h"
 
-#include <climits>
-#include <cstring>
-
 #include "core/cuda/walk.cuh"
 
 namespace fused_ops::cuda {
@@ -13,8 +10,8 @@ namespace {
 
 bool reads_device_scalars(const Walk& walk) { return walk.steps || walk.lr || walk.grad_scale || walk.found_inf; }
 
-template <class Parameters>
-int launch(void (*kernel)(Parameters), int64_t blocks, Parameters& parameters, void* stream) {
+template <class Kernel, class Parameters>
+int launch(Kernel* kernel, int64_t blocks, Parameters& parameters, void* stream) {
   void* arguments[] = {&parameters};
   const cudaError_t error = cudaLaunchKernel(kernel, dim3(unsigned(blocks)), dim3(kThreads), arguments, 0,
                                              static_cast<cudaStream_t>(stream));
@@ -25,10 +22,13 @@ int launch(void (*kernel)(Parameters), int64_t blocks, Parameters& parameters, v
 // Small enough that each multiprocessor gets several chunks, which evens out their sizes.
 int chunk_size(const Walk& walk) {
   constexpr int kChunksPerMultiprocessor = 16;
+  int device = 0, multiprocessors = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   int64_t elements = 0;
   for (int64_t i = 0; i < walk.item_count; ++i) elements += walk.items[i].numel;
   int chunk = kMaxChunk;
-  while (chunk > kMinChunk && elements / chunk < int64_t(walk.multiprocessors) * kChunksPerMultiprocessor) chunk /= 2;
+  while (chunk > kMinChunk && elements / chunk < int64_t(multiprocessors) * kChunksPerMultiprocessor) chunk /= 2;
   return chunk;
 }
 
@@ -67,17 +67,18 @@ class Launch {
   int add(int64_t index) {
     const Item& item = walk_.items[index];
     const int words = item.layout ? strided_words(kOperands, item.layout->dims) : 0;
-    int rule = rule_of(item);
+    const double step = parameters_.prepared ? 0 : walk_.scalars[item.scalars].step;
+    int rule = rule_of(step);
     if (rule == kMaxRules || (parameters_.records + 1) * int(sizeof(Record<kOperands>)) / 8 + strided_words_ + words >
                                  parameters_.kWords) {
       if (const int error = run()) return error;
       start(index);
-      rule = rule_of(item);
+      rule = rule_of(step);
     }
     if (rule == rules_ && !parameters_.prepared) {
-      scalars_[rules_++] = item.scalars;
+      steps_[rules_++] = step;
       parameters_.rules[rule] = Rule(*static_cast<const typename Optimizer::Hyperparameters*>(walk_.hyperparameters),
-                                     walk_.scalars[item.scalars].step, walk_.grad_factor);
+                                     step, walk_.grad_factor);
     }
     const int phase = item.layout || item.numel == 0 ? -1 : phase_of<T>(item, operands_, kOperands);
     const Path path = item.layout ? Path::kStrided : phase < 0 ? Path::kElements : Path::kVectors;
@@ -112,11 +113,11 @@ class Launch {
     strided_words_ = 0;
   }
 
-  // The place of the item's rule: rules_ if it has none yet.
-  int rule_of(const Item& item) const {
+  // The place of the rule for a step: rules_ if it has none yet.
+  int rule_of(double step) const {
     if (parameters_.prepared) return 0;
     int rule = 0;
-    while (rule < rules_ && scalars_[rule] != item.scalars) ++rule;
+    while (rule < rules_ && steps_[rule] != step) ++rule;
     return rule;
   }
 
@@ -131,7 +132,7 @@ class Launch {
 
   const Walk& walk_;
   int operands_[kMaxOperands];
-  int32_t scalars_[kMaxRules];
+  double steps_[kMaxRules];
   int rules_;
   int strided_words_;
   WalkParameters<Rule, kOperands> parameters_;

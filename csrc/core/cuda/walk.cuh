@@ -145,7 +145,7 @@ __device__ __forceinline__ int find_record(const WalkParameters<Rule, kOperands>
 
 template <class Optimizer, class T, unsigned kStates>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<T, operand_count(kStates)>)
-    walk(const __grid_constant__ WalkParameters<typename Optimizer::template Rule<T, kStates>, operand_count(kStates)>
+    walk(const WalkParameters<typename Optimizer::template Rule<T, kStates>, operand_count(kStates)> __grid_constant__
              parameters) {
   using Rule = typename Optimizer::template Rule<T, kStates>;
   constexpr int kOperands = operand_count(kStates);
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<T, operand_count(kStates)
 // One thread an item: counts the step and builds the rule in double, as the host would.
 template <class Optimizer, class T, unsigned kStates>
 __global__ void __launch_bounds__(kThreads)
-    prepare(const __grid_constant__ PrepareParameters<typename Optimizer::Hyperparameters> parameters) {
+    prepare(const PrepareParameters<typename Optimizer::Hyperparameters> __grid_constant__ parameters) {
   using Rule = typename Optimizer::template Rule<T, kStates>;
   const int index = int(blockIdx.x) * kThreads + int(threadIdx.x);
   if (index >= parameters.items || (parameters.found_inf && *parameters.found_inf != 0)) return;

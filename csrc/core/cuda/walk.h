@@ -23,7 +23,6 @@ struct Walk {
   const float* found_inf;   // not 0: the step changes nothing
   void* workspace;          // workspace_bytes() of device memory, the step's alone until it has run
   void* stream;
-  int multiprocessors;
 };
 
 // 0 unless the device has a scalar to read.
