@@ -226,7 +226,9 @@ std::optional<std::string> OptimizerStep::lay_out(int64_t index, Item& item, con
 }
 
 std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& param, at::Tensor grad,
-                                              const at::Tensor* const* states, const at::Tensor* step, bool first) {
+                                              const at::Tensor* const* states, const at::Tensor* step, bool first,
+                                              Found& found) {
+  found.usable = false;
   if (grad.is_conj() || grad.is_neg()) grad = grad.resolve_conj().resolve_neg();
   keep_alive_.push_back(std::move(grad));
   const at::Tensor* tensors[kMaxOperands] = {&param, &keep_alive_.back()};
@@ -262,26 +264,56 @@ std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& p
   if (!contiguous && item.numel > 0)
     if (auto refusal = lay_out(index, item, tensors)) return refusal;
 
-  bool device_steps = false;
+  float* device_step = nullptr;
+  HostStep host_step{};
   double count = first ? 1 : 2;
   if (counts_steps_) {
     if (!step || step->numel() != 1)
       fail(name_, ": expected state['step'] of ", argument("params", index), " to be a one-element tensor. ",
            "Load a state_dict that was saved for this model.");
-    device_steps = !step->is_cpu();
-    const bool plain = device_steps ? step->device() == param.device() && step->scalar_type() == at::kFloat
-                                    : is_host_step_dtype(step->scalar_type());
+    const bool on_host = step->is_cpu();
+    const bool plain = on_host ? is_host_step_dtype(step->scalar_type())
+                               : step->device() == param.device() && step->scalar_type() == at::kFloat;
     if (!plain) return "state['step'] is a " + describe(step->scalar_type()) + " on " + step->device().str();
-    if (!device_steps) {
-      host_steps_.push_back({const_cast<void*>(step->const_data_ptr()), step->scalar_type()});
-      count = read_step(host_steps_.back().data, host_steps_.back().dtype) + 1;
+    void* data = const_cast<void*>(step->const_data_ptr());
+    if (on_host) {
+      host_step = {data, step->scalar_type()};
+      host_steps_.push_back(host_step);
+      count = read_step(data, host_step.dtype) + 1;
+    } else {
+      device_step = static_cast<float*>(data);
     }
   }
+  push(param, item, in_double, device_step, count);
+  found = {contiguous && !device_step && !first, in_double, param.scalar_type(), item, host_step};
+  return std::nullopt;
+}
 
-  Bucket& target = bucket(param.device(), in_double, device_steps);
+bool OptimizerStep::add_again(const at::Tensor& param, at::Tensor grad, const Found& found) {
+  const int64_t numel = param.numel() * (param.is_complex() ? 2 : 1);
+  if (!found.usable || found.param_dtype != param.scalar_type() || found.item.numel != numel || !param.is_contiguous() ||
+      !grad.is_contiguous() || grad.is_conj() || grad.is_neg())
+    return false;
+  Item item = found.item;
+  item.data[kParam] = const_cast<void*>(param.const_data_ptr());
+  item.data[kGrad] = const_cast<void*>(grad.const_data_ptr());
+  item.dtype[kGrad] = *storage_type(grad.scalar_type());
+  keep_alive_.push_back(std::move(grad));
+  double count = 2;
+  if (counts_steps_) {
+    host_steps_.push_back(found.step);
+    count = read_step(found.step.data, found.step.dtype) + 1;
+  }
+  push(param, item, found.in_double, nullptr, count);
+  return true;
+}
+
+// Puts an item into the bucket that it belongs to.
+void OptimizerStep::push(const at::Tensor& param, Item& item, bool in_double, float* device_step, double count) {
+  Bucket& target = bucket(param.device(), in_double, device_step != nullptr);
   if (target.scalars.empty() || target.scalars.back().step != count) target.scalars.push_back({count});
   item.scalars = int32_t(target.scalars.size() - 1);
-  if (device_steps) target.steps.push_back(static_cast<float*>(const_cast<void*>(step->const_data_ptr())));
+  if (device_step) target.steps.push_back(device_step);
   if (!param.is_cuda())
     for (int64_t begin = 0; begin < item.numel; begin += cpu::kChunk)
       target.chunks.push_back({begin, int32_t(target.items.size()), int32_t(std::min(cpu::kChunk, item.numel - begin))});
@@ -289,13 +321,12 @@ std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& p
 
   params_.push_back(param.unsafeGetTensorImpl());
   const char* begin = static_cast<const char*>(item.data[kParam]);
-  int64_t extent = item.numel > 0;
-  if (item.layout)
+  int64_t extent = item.numel;
+  if (item.layout) {
+    extent = 1;
     for (int d = 0; d < item.layout->dims; ++d) extent += (item.layout->size[d] - 1) * item.layout->stride[kParam][d];
-  else
-    extent = item.numel;
+  }
   memory_.push_back({begin, begin + extent * c10::elementSize(c10::toRealValueType(param.scalar_type()))});
-  return std::nullopt;
 }
 
 // Whether two parameters may share memory. Sorting is needed only when a pointer has changed since the last step.

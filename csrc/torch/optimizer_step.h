@@ -22,6 +22,21 @@ struct StepTensors {
 
 class OptimizerStep {
  public:
+  // A step counter in host memory: float32 as torch.optim makes it, or what an old checkpoint held.
+  struct HostStep {
+    void* data;
+    at::ScalarType dtype;
+  };
+
+  // A parameter's states and step counter. Usable again if all were contiguous and the counter is on the host.
+  struct Found {
+    bool usable = false;
+    bool in_double;
+    at::ScalarType param_dtype;
+    Item item;  // its param and grad are of no use
+    HostStep step;
+  };
+
   explicit OptimizerStep(int optimizer);
 
   const std::string& name() const { return name_; }
@@ -39,8 +54,12 @@ class OptimizerStep {
   // Adds a checked parameter with its states (state_names() order, null where unused) and its step counter.
   // `first`: this is the parameter's first step; told by the counter where the optimizer counts steps.
   // Returns why the fused path cannot take it, or nothing.
+  // What it found out about the states is kept in `found`, for add_again().
   std::optional<std::string> add(int64_t index, const at::Tensor& param, at::Tensor grad,
-                                 const at::Tensor* const* states, const at::Tensor* step, bool first);
+                                 const at::Tensor* const* states, const at::Tensor* step, bool first, Found& found);
+
+  // As add(), where states and step counter are known to be what they were. Returns false if that is not enough.
+  bool add_again(const at::Tensor& param, at::Tensor grad, const Found& found);
 
   // Updates every parameter that was added; with a non-zero found_inf, none. Returns whether it did, as far as the host
   // can know (true where found_inf is on a device).
@@ -58,13 +77,8 @@ class OptimizerStep {
     std::vector<float*> steps;  // device counters, one for each item, if device_steps
   };
 
-  // A step counter in host memory: float32 as torch.optim makes it, or what an old checkpoint held.
-  struct HostStep {
-    void* data;
-    at::ScalarType dtype;
-  };
-
   Bucket& bucket(at::Device device, bool in_double, bool device_steps);
+  void push(const at::Tensor& param, Item& item, bool in_double, float* device_step, double count);
   std::optional<std::string> lay_out(int64_t index, Item& item, const at::Tensor* const* tensors);
   std::string argument(const char* what, int64_t index) const;
   bool shares_memory();

@@ -44,7 +44,8 @@ void step_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     for (size_t k = 0; k < state_count; ++k)
       if (!lists[2 + k].empty()) states[k] = &lists[2 + k][i];
     const at::Tensor* counter = step.counts_steps() ? &lists[2 + state_count][i] : nullptr;
-    if (const auto reason = step.add(int64_t(i), params[i], grads[i], states, counter, /*first=*/false))
+    OptimizerStep::Found found;
+    if (const auto reason = step.add(int64_t(i), params[i], grads[i], states, counter, /*first=*/false, found))
       fail(step.name(), ": ", *reason, ". Use the torch.optim optimizer.");
   }
   step.run({});

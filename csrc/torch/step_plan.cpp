@@ -56,6 +56,26 @@ StepPlan::Pair StepPlan::local_pair(const Entry& entry) {
   return {local_param, local_grad, nullptr};
 }
 
+void StepPlan::Seen::remember(PyObject* new_value, const at::Tensor& new_tensor) {
+  value = new_value;
+  tensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(new_tensor.getIntrusivePtr());
+  storage = new_tensor.storage().unsafeGetStorageImpl();
+  data = storage->data();
+}
+
+// The weak pointer keeps the tensor's own memory, not its data, so that looking is safe after the tensor has gone.
+bool StepPlan::Seen::is_still(PyObject* found_value) const {
+  return value == found_value && !tensor.expired() &&
+         tensor._unsafe_get_target()->unsafe_storage().unsafeGetStorageImpl() == storage && storage->data() == data;
+}
+
+bool StepPlan::is_known(const Entry& entry, const Known& known) const {
+  if (!known.found.usable) return false;
+  for (size_t k = 0; k < names_.size(); ++k)
+    if (reads(k) && !known.seen[k].is_still(entry.values[k])) return false;
+  return true;
+}
+
 // Whether the hyperparameters make the step read names_[k].
 bool StepPlan::reads(size_t k) const {
   return k + 1 == names_.size() ? step_.counts_steps() : step_.states() >> k & 1u;
@@ -75,15 +95,14 @@ StepPlan::StepPlan(const std::string& optimizer)
 // PyDict_Next reads the entry at a place without hashing; the key it finds there tells whether the place still holds.
 // A state is mostly in the order of its parameters, so the place after the previous parameter's is the next best guess.
 PyObject* StepPlan::state_of(PyObject* param, PyObject* state, size_t index) {
-  if (places_.size() <= index) places_.resize(index + 1, 0);
   PyObject *key = nullptr, *value = nullptr;
-  Py_ssize_t next = places_[index];
+  Py_ssize_t next = known_[index].place;
   if (PyDict_Next(state, &next, &key, &value) && key == param) return value;
-  Py_ssize_t place = index > 0 ? places_[index - 1] : 0;
+  Py_ssize_t place = index > 0 ? known_[index - 1].place : 0;
   if (index > 0) PyDict_Next(state, &place, &key, &value);
   next = place;
   if (PyDict_Next(state, &next, &key, &value) && key == param) {
-    places_[index] = place;
+    known_[index].place = place;
     return value;
   }
   value = PyDict_GetItemWithError(state, param);
@@ -132,17 +151,12 @@ void StepPlan::find(Entry* block, size_t first, size_t count, PyObject* params, 
     for (size_t k = 0; k < names_.size(); ++k) {
       if (!reads(k)) continue;
       block[i].values[k] = get(block[i].entries, names_[k]);
-      if (block[i].values[k]) fetch(block[i].values[k], 64);
+      fetch(known_[first + i].seen[k].tensor._unsafe_get_target(), 64);
+      fetch(known_[first + i].seen[k].storage, 64);
     }
   }
-  for (size_t i = 0; i < count; ++i) {
-    if (block[i].grad->defined()) fetch_storage(block[i].grad);
-    for (PyObject* value : block[i].values)
-      if (value && THPVariable_Check(value)) fetch_tensor(&THPVariable_Unpack(value));
-  }
   for (size_t i = 0; i < count; ++i)
-    for (PyObject* value : block[i].values)
-      if (value && THPVariable_Check(value)) fetch_storage(&THPVariable_Unpack(value));
+    if (block[i].grad->defined()) fetch_storage(block[i].grad);
 }
 
 std::pair<py::object, std::vector<int64_t>> StepPlan::gather(const py::list& params, const py::dict& state,
@@ -152,6 +166,8 @@ std::pair<py::object, std::vector<int64_t>> StepPlan::gather(const py::list& par
   std::optional<std::string> reason;
   std::vector<int64_t> lacking;
   const size_t count = PyList_GET_SIZE(params.ptr());
+  if (known_.size() != count || known_states_ != step_.states()) known_ = std::vector<Known>(count);
+  known_states_ = step_.states();
   Entry block[kBlock];
   for (size_t i = 0; i < count; ++i) {
     if (i % kBlock == 0) find(block, i, std::min(kBlock, count - i), params.ptr(), state.ptr());
@@ -166,6 +182,8 @@ std::pair<py::object, std::vector<int64_t>> StepPlan::gather(const py::list& par
     if (found && !reason) reason = std::move(found);
     if (reason) continue;  // later gradients are still checked for what no optimizer could take
 
+    Known& known = known_[i];
+    if (is_known(entry, known) && step_.add_again(*pair.param, *pair.grad, known.found)) continue;
     const at::Tensor* tensors[kMaxStates + 1] = {};
     bool lacks = false;
     for (size_t k = 0; k < names_.size() && !lacks; ++k) {
@@ -180,13 +198,14 @@ std::pair<py::object, std::vector<int64_t>> StepPlan::gather(const py::list& par
       const bool is_step = k + 1 == names_.size();
       lacks = is_step && device_steps && tensor->device() != pair.param->device();
       tensors[is_step ? kMaxStates : k] = tensor;
+      known.seen[k].remember(value, *tensor);
     }
     if (lacks) {
       lacking.push_back(int64_t(i));
       continue;
     }
     const bool is_first = std::binary_search(first.begin(), first.end(), int64_t(i));
-    reason = step_.add(int64_t(i), *pair.param, *pair.grad, tensors, tensors[kMaxStates], is_first);
+    reason = step_.add(int64_t(i), *pair.param, *pair.grad, tensors, tensors[kMaxStates], is_first, known.found);
   }
   return {reason ? py::object(py::str(*reason)) : py::object(py::none()), std::move(lacking)};
 }

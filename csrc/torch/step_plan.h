@@ -12,8 +12,8 @@
 
 namespace fused_ops {
 
-// Holds no tensor between steps: what may have changed is read again at each. It keeps only where each parameter was
-// found in the optimizer's state, so that looking there first saves hashing it.
+// Keeps no tensor alive between steps, and reads again at each what may have changed. What it remembers is where it
+// found things, so that a look at the same place tells that they are the same.
 class StepPlan {
  public:
   explicit StepPlan(const std::string& optimizer);
@@ -42,16 +42,35 @@ class StepPlan {
     PyObject* values[kMaxStates + 1];  // of names_, null where not read or absent
   };
   struct Pair;
+
+  // A state or step counter as it was: the same object in the optimizer's state with the same memory behind it.
+  struct Seen {
+    PyObject* value = nullptr;
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor{
+        c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
+    const c10::StorageImpl* storage = nullptr;
+    const void* data = nullptr;
+
+    void remember(PyObject* value, const at::Tensor& tensor);
+    bool is_still(PyObject* value) const;
+  };
+  struct Known {
+    Py_ssize_t place = 0;  // in the optimizer's state
+    Seen seen[kMaxStates + 1];
+    OptimizerStep::Found found;
+  };
   static constexpr size_t kBlock = 32;
 
   void find(Entry* block, size_t first, size_t count, PyObject* params, PyObject* state);
   PyObject* state_of(PyObject* param, PyObject* state, size_t index);
   static Pair local_pair(const Entry& entry);
   bool reads(size_t k) const;
+  bool is_known(const Entry& entry, const Known& known) const;
 
   OptimizerStep step_;
   std::vector<py::object> names_;  // of the states, then "step"
-  std::vector<Py_ssize_t> places_;
+  std::vector<Known> known_;  // by position in the group
+  unsigned known_states_ = 0;
 };
 
 }  // namespace fused_ops
