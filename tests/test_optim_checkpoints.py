@@ -318,3 +318,65 @@ def test_fuse_optimizer_keeps_the_state(backend: Backend, name: str, config: str
         assert all(fused.state[param][key] is value for key, value in state.items() if key != "step")
     assert len(calls) == problem.steps
     assert_agrees(fused, problem.params, Oracle.of(name, problem, **kwargs), ulps=4)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_load_hook_that_edits_states(backend: Backend, name: str) -> None:
+    """What the hook returns is what is loaded, with state_dtype as without."""  # case 16
+    for state_dtype in (None, torch.float32):
+        problem = Problem(SHAPES, dtype=torch.bfloat16, device=backend.device)
+        kwargs = config_of(name, "all") | {"state_dtype": state_dtype}
+        first = backend.make(name, problem.params, **kwargs)
+        problem.run(first, steps=[0, 1])
+        key = STATES[name][0]
+
+        def halve(optimizer: Optimizer, state: StateDict, key: str = key) -> StateDict:
+            state = copy.deepcopy(state)
+            for entry in state["state"].values():
+                entry[key] *= 0.5
+            return state
+
+        second = backend.make(name, problem.params, **kwargs)
+        second.register_load_state_dict_pre_hook(halve)
+        second.load_state_dict(first.state_dict())
+        for param in problem.params:
+            assert torch.equal(second.state[param][key], first.state[param][key] * 0.5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_fuse_optimizer_under_a_scheduler(backend: Backend, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler has wrapped the optimizer's step by then; the fused step must run all the same."""
+    problem = Problem(SHAPES, device=backend.device)
+    optimizer = getattr(torch.optim, name)(problem.params, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    problem.run(optimizer, steps=[0])
+    scheduler.step()
+    other = twin(problem)
+    theirs = stock(name, other.params, lr=0.1)
+    their_scheduler = torch.optim.lr_scheduler.ExponentialLR(theirs, 0.5)
+    for step in range(problem.steps):
+        other.run(theirs, steps=[step])
+        their_scheduler.step()
+    fused = fused_ops.fuse_optimizer(optimizer)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("stock's step ran")
+
+    monkeypatch.setattr(getattr(torch.optim, name), "_init_group", fail)
+    for step in range(1, problem.steps):
+        problem.run(fused, steps=[step])
+        scheduler.step()
+    assert_follows(fused, problem.params, theirs, other.params)
+
+
+def test_fuse_optimizer_refuses_what_it_does_not_know() -> None:
+    param = torch.ones(3, requires_grad=True)
+
+    class Own(torch.optim.SGD):
+        """A subclass may have changed anything."""
+
+    for optimizer in (torch.optim.Rprop([param]), Own([param], lr=0.1)):
+        with pytest.raises(TypeError, match="fuse_optimizer: expected .*, got .*"):
+            fused_ops.fuse_optimizer(optimizer)
+    fused = Backend("cpu", "cpu").make("SGD", [param])
+    assert fused_ops.fuse_optimizer(fused) is fused

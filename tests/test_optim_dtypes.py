@@ -38,7 +38,7 @@ def test_equals_float32_rounded_once(
         for param, narrow_param, grad in zip(params, problem.params, grads, strict=True):
             param.grad = grad.float()
             for key, value in narrow.state.get(narrow_param, {}).items():
-                wide.state[param][key] = value.clone() if key == "step" else value.float()
+                wide.state[param][key] = value.to(torch.float32, copy=True)
         wide.step()
         problem.run(narrow, steps=[step])
         for param, narrow_param in zip(params, problem.params, strict=True):

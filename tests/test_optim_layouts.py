@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import warnings
 
 import pytest
 import torch
@@ -125,6 +127,25 @@ def test_groups_of_empty_and_of_scalar_params(backend: Backend, name: str, shape
     optimizer = backend.make(name, problem.params, **kwargs)
     problem.run(optimizer)
     assert_agrees(optimizer, problem.params, Oracle.of(name, problem, **kwargs))
+
+
+@pytest.mark.parametrize(("name", "dims"), [*itertools.product(OPTIMIZERS, [3, 6]), ("SGD", 9)])
+def test_many_dimensions_that_cannot_be_merged(backend: Backend, name: str, dims: int) -> None:
+    """Up to 18, each strided on its own; beyond what a kernel holds the step may be stock's, but not wrong."""
+    problem = Problem([(2,) * (2 * dims)], device=backend.device, steps=2)
+    base = torch.full((3,) * dims + (2,) * dims, GAP, device=backend.device)
+    order = [dim for pair in zip(range(dims), range(dims, 2 * dims), strict=True) for dim in pair]
+    param = base[(slice(None, None, 2),) * dims].permute(order)
+    problem.params = [param.copy_(problem.params[0].detach()).requires_grad_()]
+    kwargs = config_of(name, "all")
+    optimizer = backend.make(name, problem.params, **kwargs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for step in range(problem.steps):
+            problem.assign(step)
+            optimizer.step()
+    assert_agrees(optimizer, problem.params, Oracle.of(name, problem, **kwargs), ulps=4)
+    assert_gaps_untouched(problem.params[0])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

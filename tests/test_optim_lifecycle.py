@@ -289,8 +289,8 @@ def hooks(make: Make, problem: Problem) -> Optimizer:  # case 16
     """Pre and post hooks run once a step, in order, and see the parameters before and after."""
     optimizer = make(problem.params)
     calls = []
-    pre = optimizer.register_step_pre_hook(lambda opt, args, kwargs: calls.append(("pre", float(problem.params[2]))))
-    post = optimizer.register_step_post_hook(lambda opt, args, kwargs: calls.append(("post", float(problem.params[2]))))
+    pre = optimizer.register_step_pre_hook(lambda opt, args, kwargs: calls.append(("pre", problem.params[2].item())))
+    post = optimizer.register_step_post_hook(lambda opt, args, kwargs: calls.append(("post", problem.params[2].item())))
     everywhere = register_optimizer_step_post_hook(lambda *_: calls.append(("global", 0.0)))
     try:
         problem.run(optimizer, steps=[0, 1])

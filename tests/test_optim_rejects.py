@@ -111,7 +111,7 @@ def test_rejected_step_changes_nothing(
     before = bits(optimizer, problem.params[:LAST])
     spoilt_state = {key: value.clone() for key, value in optimizer.state[problem.params[LAST]].items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", UserWarning)  # whether stock's step was tried first does not matter here
         with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
             optimizer.step()
     assert same_bits(before, bits(optimizer, problem.params[:LAST]))
@@ -154,7 +154,7 @@ def test_sparse_gradients_are_refused_as_in_stock(backend: Backend, name: str) -
 
 
 def our_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
-    return [str(w.message) for w in caught if issubclass(w.category, UserWarning) and "stock" in str(w.message)]
+    return [str(w.message) for w in caught if issubclass(w.category, UserWarning) and "own step" in str(w.message)]
 
 
 @pytest.mark.parametrize(

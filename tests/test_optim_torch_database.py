@@ -29,7 +29,7 @@ def input_rows() -> list[Any]:
     return rows
 
 
-@pytest.mark.filterwarnings("ignore:.*stock.*:UserWarning")  # differentiable=True
+@pytest.mark.filterwarnings("ignore:.*own step.*:UserWarning")  # differentiable=True
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64], ids=str)
 @pytest.mark.parametrize(("name", "kwargs"), input_rows())
 def test_inputs(backend: Backend, name: str, kwargs: dict[str, Any], dtype: torch.dtype) -> None:
