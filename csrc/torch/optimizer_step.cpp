@@ -47,6 +47,15 @@ std::optional<DType> storage_type(at::ScalarType dtype) {
   }
 }
 
+// Whether the CUDA backend does a device's work. In the emulated build of tests/emulated it does the host's.
+bool on_cuda(at::Device device) {
+#if defined(FUSED_OPS_EMULATED)
+  return device.is_cpu();
+#else
+  return device.is_cuda();
+#endif
+}
+
 double host_scalar(const at::Tensor& tensor) { return tensor.item().toDouble(); }
 
 double read_step(const void* data, at::ScalarType dtype) {
@@ -346,7 +355,7 @@ bool OptimizerStep::shares_memory() {
 
 bool OptimizerStep::run(const StepTensors& tensors) {
   bool host_decides = !host_steps_.empty();
-  for (size_t i = 0; i < bucket_count_; ++i) host_decides |= buckets_[i].device.is_cpu();
+  for (size_t i = 0; i < bucket_count_; ++i) host_decides |= !on_cuda(buckets_[i].device);
   if (host_decides && tensors.found_inf.defined() && host_scalar(tensors.found_inf) != 0) return false;
   const bool serially = shares_memory();
   for (const HostStep& step : host_steps_) increment_step(step.data, step.dtype);
@@ -367,7 +376,7 @@ bool OptimizerStep::run(const StepTensors& tensors) {
 
 void OptimizerStep::run_bucket(Bucket& bucket, size_t first, size_t last, const StepTensors& tensors) {
   double grad_factor = hyperparameters_[maximize_index_] != 0 ? -1 : 1;
-  if (bucket.device.is_cpu()) {
+  if (!on_cuda(bucket.device)) {
     if (tensors.grad_scale.defined()) grad_factor /= host_scalar(tensors.grad_scale);
     const auto before = [](const cpu::Chunk& chunk, size_t item) { return size_t(chunk.item) < item; };
     const auto from = std::lower_bound(bucket.chunks.begin(), bucket.chunks.end(), first, before);
