@@ -109,7 +109,10 @@ def native_library() -> dict[str, Any]:
 
     os.environ.setdefault("MAX_JOBS", str(default_jobs()))
     sources = sorted(map(str, [*Path("csrc/core").rglob("*.cpp"), *Path("csrc/torch").glob("*.cpp")]))
+    compiler = output(*shlex.split(cpp_extension.get_cxx_compiler()), "--version").splitlines()[0]
     cxx_flags, nvcc_flags = list(CXX_FLAGS), list(NVCC_FLAGS)
+    if "clang" not in compiler:
+        cxx_flags += ["--param=ggc-min-expand=30"]  # torch's headers in 15% less memory, for 10% more time
     include_dirs, libraries, macros, architectures = [str(Path("csrc").resolve())], [], [], ()
     if os.environ.get("FUSED_OPS_WERROR") == "1":
         cxx_flags += ["-Werror"]
@@ -128,7 +131,7 @@ def native_library() -> dict[str, Any]:
         "CUDA_VERSION": detail if home else None,
         "CUDA_ARCHITECTURES": architectures,
         "CUDA_REASON": None if home else detail,
-        "COMPILER": output(*shlex.split(cpp_extension.get_cxx_compiler()), "--version").splitlines()[0],
+        "COMPILER": compiler,
     }
 
     class BuildNative(cpp_extension.BuildExtension):
