@@ -174,6 +174,7 @@ void check(const std::string& what, const Rule& rule, bool in_double, std::vecto
   walk.scalars = steps.data();
   walk.items = device.data();
   walk.item_count = int64_t(device.size());
+  walk.stream = &generator;  // any address
   double grad_factor = -1;
   std::vector<double> workspace;
   if (scalars != Scalars::kHost) {
@@ -191,6 +192,13 @@ void check(const std::string& what, const Rule& rule, bool in_double, std::vecto
     std::printf("FAIL %s %s: %s\n", rule.name.c_str(), what.c_str(), cuda::error_string(error));
     ++failures;
     return;
+  }
+  bool launched_there = true;
+  for (const emulation::Launch& launch : emulation::launches) launched_there &= launch.stream == walk.stream;
+  emulation::launches.clear();
+  if (!launched_there) {
+    std::printf("FAIL %s %s: a launch into another stream\n", rule.name.c_str(), what.c_str());
+    ++failures;
   }
   if (scalars != Scalars::kFoundInf)
     cpu::run(rule.optimizer, rule.states, in_double,
@@ -330,8 +338,31 @@ void check_widths(const Rule& rule) {
   }
 }
 
+// The error of a launch, of whichever launch it is, comes back.
+void check_errors(const Rule& rule) {
+  constexpr int kAligned[kMaxOperands] = {};
+  std::vector<Tensors> tensors;
+  std::vector<Item> items;
+  for (int i = 0; i < 1500; ++i) {
+    tensors.push_back(make(rule, kTypes[0].dtypes, 1, kAligned, Arrangement::kDense, 0));
+    items.push_back(tensors.back().device);
+  }
+  const StepScalars step{1};
+  cuda::Walk walk{};
+  walk.hyperparameters = rule.hyperparameters.data();
+  walk.grad_factor = 1;
+  walk.scalars = &step;
+  walk.items = items.data();
+  walk.item_count = int64_t(items.size());
+  emulation::settings.fail_with = cudaErrorInvalidConfiguration;
+  if (cuda::run(rule.optimizer, rule.states, false, walk) != cudaErrorInvalidConfiguration) {
+    std::printf("FAIL %s: a failed launch is not reported\n", rule.name.c_str());
+    ++failures;
+  }
+}
+
 // Items that share a step counter each count once.
-void check_shared_counter() {
+void check_shared_counter(const Rule& rule) {
   float param[40] = {}, grad[40] = {}, state[80] = {}, counter = 3;
   std::vector<Item> items;
   std::vector<float*> counters;
@@ -339,16 +370,15 @@ void check_shared_counter() {
     items.push_back({{param + 4 * i, grad + 4 * i, state + 8 * i, state + 8 * i + 4, nullptr}, {}, 0, 4, nullptr});
     counters.push_back(&counter);
   }
-  const std::vector<double> hyperparameters = rules()[0].hyperparameters;
   double workspace[200];
   cuda::Walk walk{};
-  walk.hyperparameters = hyperparameters.data();
+  walk.hyperparameters = rule.hyperparameters.data();
   walk.grad_factor = 1;
   walk.items = items.data();
   walk.item_count = 10;
   walk.steps = counters.data();
   walk.workspace = workspace;
-  if (cuda::run(0, 0b011, false, walk) != 0 || counter != 13) {
+  if (cuda::run(rule.optimizer, rule.states, false, walk) != 0 || counter != 13) {
     std::printf("FAIL shared counter: %g\n", double(counter));
     ++failures;
   }
@@ -374,9 +404,10 @@ int main(int argc, char** argv) {
     check_boundaries(rule);
     check_huge(rule);
     check_widths(rule);
+    check_errors(rule);
     check_every_size(rule);
   }
-  check_shared_counter();
+  check_shared_counter(brief ? rules()[8] : rules()[0]);
   std::printf("%d failures\n", failures);
   return failures != 0;
 }

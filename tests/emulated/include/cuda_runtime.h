@@ -59,6 +59,8 @@ struct Launch {
   unsigned blocks, threads;
   size_t parameter_bytes;
   void* stream;
+  std::vector<char> parameters;           // their bytes, and
+  std::vector<std::vector<char>> memory;  // whatever else before_launch keeps
 };
 
 // What tests set and read. One OS thread's launches do not see another's.
@@ -67,6 +69,7 @@ struct Settings {
   bool execute = true;          // false: a launch is only counted
   int64_t first_block = 0;      // of each launch, those that run; a negative one counts from the last
   int multiprocessors = 132;
+  std::function<void(Launch&)> before_launch;  // set: parameters are recorded too
   cudaError_t fail_with = cudaSuccess;  // what the next launch returns, once, without running
 };
 inline thread_local Settings settings;
@@ -110,10 +113,16 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Parameters...), dim3 grid, dim3 bloc
                              cudaStream_t stream) {
   using namespace emulation;
   if (settings.fail_with != cudaSuccess) return std::exchange(settings.fail_with, cudaSuccess);
+  static_assert(sizeof...(Parameters) >= 1);
   constexpr size_t kBytes = (sizeof(std::remove_reference_t<Parameters>) + ... + 0);
   static_assert(kBytes <= 32764, "more than a launch takes");
   if (grid.x == 0 || grid.x > 0x7fffffffu || block.x == 0 || block.x > 1024) return cudaErrorInvalidConfiguration;
-  launches.push_back({grid.x, block.x, kBytes, stream});
+  Launch& launch = launches.emplace_back(Launch{grid.x, block.x, kBytes, stream, {}, {}});
+  if (settings.before_launch) {
+    const char* const bytes = static_cast<const char*>(arguments[0]);
+    launch.parameters.assign(bytes, bytes + kBytes);
+    settings.before_launch(launch);
+  }
   if (!settings.execute) return cudaSuccess;
   fault = cudaSuccess;
   [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
