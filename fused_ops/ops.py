@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native operators, for those who call them without a class. Importing this module loads the native library.
+
+`torch.ops.fused_ops.adam_`, `rmsprop_`, `sgd_` and `adagrad_` make one optimizer step in place over lists of tensors::
+
+    adam_(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, *, lr, beta1, beta2, eps, weight_decay,
+          decoupled_weight_decay, amsgrad, maximize)
+    rmsprop_(params, grads, square_avgs, grad_avgs, momentum_buffers, steps, *, lr, alpha, eps, weight_decay, momentum,
+             centered, maximize)
+    sgd_(params, grads, momentum_buffers, *, lr, momentum, dampening, weight_decay, nesterov, maximize)
+    adagrad_(params, grads, sums, steps, *, lr, lr_decay, eps, weight_decay, maximize)
+
+A list of states is as long as params, or empty where the hyperparameters use no such state. `steps` holds one-element
+tensors that count the steps done; the operator increments them. Flags are floats: 0.0 or 1.0. sgd_ treats every step as
+one after the first, so give it zeros and dampening=0.0, or the buffers that it left. Shapes, dtypes and formulas are those
+of the classes in fused_ops.optim; what those would leave to torch.optim raises RuntimeError here.
+
+Example:
+    >>> import torch
+    >>> from fused_ops.ops import OPTIMIZER_OPS
+    >>> weight, grad = torch.ones(3), torch.ones(3)
+    >>> OPTIMIZER_OPS["sgd_"]([weight], [grad], [], lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=0.0, maximize=0.0)
+    >>> weight
+    tensor([0.9000, 0.9000, 0.9000])
+"""
+
+from typing import Any
+
+import torch
+
+from fused_ops._build import load_native
+
+
+def _no_output(*args: Any, **kwargs: Any) -> None:
+    """What tracing needs to know: the operators return nothing."""
+
+
+def _register() -> dict[str, torch._ops.OpOverload]:
+    operators = {}
+    for rule in load_native().optimizer_schemas():
+        torch.library.register_fake(f"fused_ops::{rule}_", _no_output)
+        operators[f"{rule}_"] = getattr(torch.ops.fused_ops, f"{rule}_").default
+    return operators
+
+
+OPTIMIZER_OPS: dict[str, torch._ops.OpOverload] = _register()
