@@ -23,8 +23,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import OPTIMIZERS, OURS, PRECISIONS, STOCK, Contender, OptimizerCase, Precision
-from contenders import bytes_per_element, contenders
+from contenders import (
+    OPTIMIZERS,
+    OURS,
+    PRECISIONS,
+    STOCK,
+    Contender,
+    OptimizerCase,
+    Precision,
+    bytes_per_element,
+    contenders,
+)
 from floors import judge
 from measurement import BandwidthLimit, Routine, Spread, competing_process, interleave, temporary_bytes, verify
 from parameter_sets import PARAMETER_SETS, ParameterSet, make_parameters
@@ -104,7 +113,9 @@ def measure(row: Row, options: argparse.Namespace, limit: BandwidthLimit) -> dic
 
     budget, rounds = (1.0, (3, 10)) if options.quick else (options.seconds, (7, 40))
     with competing_process(row.competing):
-        times = interleave({**steps, LIMIT: limit}, options.device, budget, rounds, between=turn_gradients)
+        times = interleave(
+            {**steps, LIMIT: limit}, options.device, budget=budget, rounds=rounds, between=turn_gradients
+        )
     temporaries = {name: temporary_bytes(step, options.device) for name, step in steps.items()}
 
     bandwidths = [limit.bytes_moved / seconds for seconds in times[LIMIT]]

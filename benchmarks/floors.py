@@ -14,7 +14,7 @@ ALL = (*RMSPROP, *ADAM, "SGD momentum", "Adagrad")
 
 @dataclass(frozen=True)
 class Floor:
-    """A bound on `metric`: "vs NAME" is a speed-up, "share of limit" a fraction; "ms" and "MB a thread" are ceilings."""
+    """A bound on `metric`: "vs NAME" is a speed-up, "share of limit" a fraction; the other metrics have ceilings."""
 
     optimizers: tuple[str, ...]
     sets: str

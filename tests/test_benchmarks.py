@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark measures what it says: shapes, ratios, floors, and it catches an optimizer that is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def load(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+# Counts of the published models, as torchvision and the GPT-2 paper's code report them.
+@pytest.mark.parametrize(
+    ("name", "tensors", "elements"),
+    [("a", 1, 64 << 20), ("b", 148, 124_439_808), ("d", 161, 25_557_032), ("scalars", 2000, 2000)],
+)
+def test_sizes_of_parameter_sets(name: str, tensors: int, elements: int) -> None:
+    parameter_set = load("parameter_sets").PARAMETER_SETS[name]
+    assert (len(parameter_set.shapes), parameter_set.numel) == (tensors, elements)
+
+
+def test_small_set_is_seeded_and_in_range() -> None:
+    module = load("parameter_sets")
+    shapes = module.small_shapes()
+    assert shapes == module.small_shapes()
+    assert shapes != module.small_shapes(seed=1)
+    assert len(shapes) == 2000
+    sizes = [shape[0] for shape in shapes]
+    assert 256 <= min(sizes) < 300
+    assert 3900 < max(sizes) <= 4096
+
+
+def test_large_tensors_are_padded_and_contiguous() -> None:
+    module = load("parameter_sets")
+    large, small = module.make_parameters(((1024, 1024), (4, 4)), torch.float32, CPU)
+    for tensor in (large, large.grad):
+        assert tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes + module.PADDING_BYTES
+    assert small.untyped_storage().nbytes() == small.nbytes
+    assert 0.019 < large.detach().std() < 0.021
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "state_dtype", "expected"),
+    [
+        ("AdamW", torch.float32, torch.float32, 28),
+        ("AdamW", torch.bfloat16, torch.bfloat16, 14),
+        ("AdamW", torch.float32, torch.bfloat16, 20),
+        ("RMSprop", torch.float32, torch.float32, 20),
+        ("RMSprop momentum", torch.float32, torch.float32, 28),
+        ("SGD momentum", torch.float32, torch.float32, 20),
+    ],
+)
+def test_bytes_per_element(optimizer: str, dtype: torch.dtype, state_dtype: torch.dtype, expected: int) -> None:
+    contenders = load("contenders")
+    assert contenders.bytes_per_element(contenders.OPTIMIZERS[optimizer], dtype, state_dtype) == expected
+
+
+def test_spread_is_median_and_quartiles() -> None:
+    spread_of = load("measurement").Spread.of
+    spread = spread_of([5.0, 1.0, 4.0, 2.0, 3.0])
+    assert (spread.lower, spread.median, spread.upper) == (2.0, 3.0, 4.0)
+    assert spread_of([7.0]).upper == 7.0
+
+
+def test_interleaving_takes_turns_and_times_each_routine() -> None:
+    calls: list[str] = []
+
+    def routine(name: str, duration: float):
+        def run() -> None:
+            calls.append(name)
+            time.sleep(duration)
+
+        return run
+
+    routines = {"slow": routine("slow", 0.02), "fast": routine("fast", 0.004)}
+    values = load("measurement").interleave(
+        routines, CPU, budget=0.0, rounds=(4, 9), between=lambda: calls.append("-"), turn=0.0
+    )
+    assert {name: len(times) for name, times in values.items()} == {"slow": 4, "fast": 4}
+    assert all(slow > fast >= 0.004 for slow, fast in zip(values["slow"], values["fast"], strict=True))
+    rounds = "".join(name[0] for name in calls[4:]).split("-")[1:]
+    assert rounds == ["ffss", "ssff", "ffss", "ssff"]  # an untimed and a timed call each, the order rotating
+
+
+def test_temporary_memory_is_seen() -> None:
+    measurement = load("measurement")
+    size = 64 << 20
+    seen = measurement.temporary_bytes(lambda: torch.ones(size // 4), CPU)
+    if seen is None:
+        pytest.skip("the peak of resident memory cannot be read here")
+    assert 0.9 * size < seen < 1.5 * size
+    assert measurement.temporary_bytes(lambda: None, CPU) < size / 16
+
+
+CASES = ["RMSprop", "RMSprop momentum", "RMSprop centered", "AdamW", "Adam", "SGD momentum", "Adagrad"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp32, bf16 states"])
+@pytest.mark.parametrize("optimizer", CASES)
+def test_every_contender_agrees_with_the_oracle(optimizer: str, precision: str) -> None:
+    contenders, measurement, sets = load("contenders"), load("measurement"), load("parameter_sets")
+    case, kind = contenders.OPTIMIZERS[optimizer], contenders.PRECISIONS[precision]
+    for contender in contenders.contenders(case, kind, compiled=False, peers=False):
+        parameters = sets.make_parameters(((33, 5), (7,), (200,)), kind.dtype, CPU, seed=3)
+        assert measurement.verify(contender.make_step(parameters), parameters, case, contender) is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp32, bf16 states"])
+@pytest.mark.parametrize("fault", ["no step", "other lr", "one element"])
+def test_a_wrong_optimizer_is_caught(fault: str, precision: str) -> None:
+    contenders, measurement, sets = load("contenders"), load("measurement"), load("parameter_sets")
+    case, kind = contenders.OPTIMIZERS["AdamW"], contenders.PRECISIONS[precision]
+    parameters = sets.make_parameters(((33, 5), (7,)), kind.dtype, CPU, seed=4)
+    lr = 2 * contenders.LR if fault == "other lr" else contenders.LR
+    optimizer = torch.optim.AdamW(parameters, lr=lr)
+
+    def step() -> None:
+        if fault != "no step":
+            optimizer.step()
+        if fault == "one element":
+            with torch.no_grad():
+                parameters[1][3] += 0.01
+
+    contender = contenders.Contender("wrong", lambda _: step, kind.state_dtype or kind.dtype)
+    message = measurement.verify(step, parameters, case, contender)
+    assert message is not None
+    assert "differs from the float64 oracle" in message
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    values = {"optimizer": "AdamW", "set": "c", "precision": "fp32", "threads": 2, "competing": False}
+    return {**values, "metrics": {}, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric", "passing", "failing"),
+    [
+        ({}, "vs fused", 7.0, 6.9),
+        ({"precision": "bf16"}, "vs fused", 12.0, 11.9),
+        ({"competing": True}, "vs fused", 4.0, 3.9),
+        ({"set": "b", "precision": "fp32, bf16 states"}, "vs fused", 1.3, 1.29),
+        ({"set": "scalars"}, "ms", 0.3, 0.31),
+        ({"optimizer": "RMSprop centered", "set": "c"}, "vs best stock", 18.0, 17.9),
+        ({"optimizer": "RMSprop", "set": "a"}, "share of limit", 0.93, 0.92),
+        ({"optimizer": "RMSprop", "set": "d"}, "vs compiled", 1.15, 1.14),
+        ({"optimizer": "Adagrad", "threads": 1}, "vs best stock", 0.98, 0.97),
+        ({"optimizer": "SGD momentum"}, "MB a thread", 1.0, 1.1),
+    ],
+)
+def test_floors(changes: dict[str, Any], metric: str, passing: float, failing: float) -> None:
+    judge = load("floors").judge
+    for value, passed in ((passing, True), (failing, False)):
+        (verdict,) = judge([row(**changes, metrics={metric: value})])
+        assert verdict.passed is passed
+        assert str(verdict).startswith("pass" if passed else "MISS")
+
+
+def test_no_floor_applies_to_other_conditions() -> None:
+    judge = load("floors").judge
+    assert judge([row(threads=8, metrics={"vs fused": 0.1, "vs best stock": 0.1, "ms": 9.0})]) == []
+    assert judge([row(metrics={"share of limit": 0.1})]) == []
+
+
+@pytest.fixture
+def tiny_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = load("parameter_sets")
+    tiny = {name: sets.ParameterSet(name, f"tiny {name}", ((5, 3), (700,))) for name in sets.PARAMETER_SETS}
+    monkeypatch.setattr(sets, "PARAMETER_SETS", tiny)
+    for module in ("report", "bench_optimizers"):
+        monkeypatch.setattr(load(module), "PARAMETER_SETS", tiny)
+    measurement, bench = load("measurement"), load("bench_optimizers")
+    monkeypatch.setattr(bench, "BandwidthLimit", lambda device: measurement.BandwidthLimit(device, megabytes=1))
+    monkeypatch.setattr(
+        bench, "interleave", lambda routines, device, **_: {name: [2e-3, 1e-3, 3e-3] for name in routines}
+    )
+
+
+@pytest.mark.usefixtures("tiny_sets")
+def test_the_whole_benchmark_on_tiny_sets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = load("bench_optimizers")
+    arguments = ["--optimizers", "AdamW", "RMSprop", "--threads", "2", "--no-peers", "--output", str(tmp_path)]
+    assert bench.main(arguments) == 0
+    record = json.loads((tmp_path / "optimizers.json").read_text())
+    keys = {(r["set"], r["optimizer"], r["precision"], r["threads"], r["competing"]) for r in record["rows"]}
+    assert len(keys) == len(record["rows"]) == 4 * 2 * 3 + 1 + 1 + 4 * 2
+    assert ("c", "AdamW", "fp32", 2, True) in keys
+    assert ("scalars", "AdamW", "fp32", 2, False) in keys
+    for entry in record["rows"]:
+        assert entry["metrics"]["vs best stock"] == 1.0
+        ours = entry["contenders"]["fused_ops"]
+        assert ours["milliseconds"] == {"median": 2.0, "lower": 1.5, "upper": 2.5}
+        assert ours["error"] is None
+        if entry["set"] != "scalars":  # 715 elements in 2 ms against 2 MiB in the same time
+            size = {"fp32": 4, "bf16": 2, "fp32, bf16 states": 4}[entry["precision"]]
+            state = 4 if entry["precision"] == "fp32" else 2
+            states = 2 if entry["optimizer"] == "AdamW" else 1
+            moved = 715 * (3 * size + 2 * states * state)
+            assert ours["share_of_limit"]["median"] == pytest.approx(moved / (2 << 20))
+            assert ours["gigabytes_per_second"] == pytest.approx(moved / 2e-3 / 1e9)
+    printed = capsys.readouterr().out
+    assert "MISS  AdamW fp32, set c, 2 thread(s): vs fused 1, at least 7" in printed
+    assert "| set " in (tmp_path / "optimizers.md").read_text()
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "optimizers.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.usefixtures("tiny_sets")
+def test_check_fails_on_a_missed_floor(tmp_path: Path) -> None:
+    bench = load("bench_optimizers")
+    arguments = [
+        "--sets",
+        "c",
+        "--optimizers",
+        "AdamW",
+        "--precisions",
+        "fp32",
+        "--no-peers",
+        "--output",
+        str(tmp_path),
+    ]
+    assert bench.main([*arguments, "--check"]) == 1
+    assert bench.main([*arguments, "--check", "--threads", "3"]) == 0  # only the floors for one thread apply
+    assert bench.main(arguments) == 0
+
+
+@pytest.mark.usefixtures("tiny_sets")
+def test_a_wrong_step_of_ours_fails_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, contenders = load("bench_optimizers"), load("contenders")
+    monkeypatch.setattr(contenders, "our_contender", lambda case, precision: contenders.Contender(
+        contenders.OURS, lambda parameters: lambda: None, precision.dtype
+    ))  # fmt: skip
+    arguments = ["--sets", "d", "--optimizers", "SGD momentum", "--precisions", "fp32", "--no-peers"]
+    assert bench.main([*arguments, "--output", str(tmp_path)]) == 1
+
+
+def test_competing_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: seen.append(popen(*a, **k)) or seen[-1])
+    with load("measurement").competing_process(True):
+        assert seen[0].poll() is None
+    assert seen[0].poll() is not None
