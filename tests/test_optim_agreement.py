@@ -173,10 +173,9 @@ def test_extreme_magnitudes(backend: Backend, name: str, extreme: str) -> None:
     ours, theirs = (Problem([(67,)], device=backend.device) for _ in range(2))
     optimizers = backend.make(name, ours.params, lr=1e-3), stock(name, theirs.params, lr=1e-3)
     for problem, optimizer in zip((ours, theirs), optimizers, strict=True):
-        for tensors, magnitude in zip(
-            (problem.params, *problem.grads), (EXTREMES[extreme][0], *[EXTREMES[extreme][1]] * 4)
-        ):
-            tensors[0].detach().mul_(magnitude)
+        problem.params[0].detach().mul_(EXTREMES[extreme][0])
+        for grads in problem.grads:
+            grads[0].mul_(EXTREMES[extreme][1])
         problem.start = [wide(param) for param in problem.params]
         problem.run(optimizer)
     expected, unit = snapshot(optimizers[1], theirs.params), Oracle.of(name, ours, lr=1e-3).scale

@@ -376,7 +376,7 @@ def test_fuse_optimizer_refuses_what_it_does_not_know() -> None:
         """A subclass may have changed anything."""
 
     for optimizer in (torch.optim.Rprop([param]), Own([param], lr=0.1)):
-        with pytest.raises(TypeError, match="fuse_optimizer: expected .*, got .*"):
+        with pytest.raises(TypeError, match=r"fuse_optimizer: expected .*, got .*"):
             fused_ops.fuse_optimizer(optimizer)
     fused = Backend("cpu", "cpu").make("SGD", [param])
     assert fused_ops.fuse_optimizer(fused) is fused
