@@ -120,7 +120,8 @@ def native_library() -> dict[str, Any]:
     if home:
         if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
             os.environ["TORCH_CUDA_ARCH_LIST"] = default_architectures(home)
-        architectures = tuple(re.findall(r"code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags())))
+        names = re.findall(r",code=(\w+)", " ".join(cpp_extension._get_cuda_arch_flags()))
+        architectures = tuple(sorted(names, key=lambda name: int(re.sub(r"\D", "", name))))
         cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(home)
         sources += sorted(map(str, Path("csrc/core/cuda").glob("*.cu")))
         include_dirs += [str(home / "include")]

@@ -135,19 +135,23 @@ def check_device(device: torch.device) -> None:
         _check_cuda(device.index or 0)
 
 
-def _cpu_device() -> dict[str, Any]:
-    name = platform.processor() or platform.machine()
+def _first_value(path: str, name: str, default: str) -> str:
+    """The value of the first `name: value` line of a file in /proc."""
     try:
-        with open("/proc/cpuinfo") as lines:
-            name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+        with open(path) as lines:
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), default)
     except OSError:
-        pass
-    page = os.sysconf("SC_PAGE_SIZE")
+        return default
+
+
+def _cpu_device() -> dict[str, Any]:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = _first_value("/proc/meminfo", "MemAvailable", f"{memory // 1024} kB")
     return {
         "device": "cpu",
-        "name": name,
-        "memory": page * os.sysconf("SC_PHYS_PAGES"),
-        "memory_free": page * os.sysconf("SC_AVPHYS_PAGES"),
+        "name": _first_value("/proc/cpuinfo", "model name", platform.machine()),
+        "memory": memory,
+        "memory_free": int(available.split()[0]) * 1024,
         "capability": None,
         "reason": None,
     }

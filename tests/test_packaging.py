@@ -61,6 +61,7 @@ def test_build_info_names_what_works_here() -> None:
     assert facts["native_reason"] is None
     assert "cpu" in facts["enabled"]
     assert ("cuda" in facts["enabled"]) <= facts["cuda"] <= bool(facts["cuda_architectures"])
+    assert all(re.fullmatch(r"(sm|compute)_\d+[af]?", name) for name in facts["cuda_architectures"])
     assert facts["cpu_levels"] == (["baseline", "avx2", "avx512"] if X86 else ["baseline"])
     assert facts["cpu_level"] in facts["cpu_levels_supported"]
     assert sum(device["best"] for device in facts["devices"]) == 1
