@@ -75,8 +75,8 @@ def markdown(machine: dict[str, Any], rows: Sequence[dict[str, Any]], verdicts: 
         "# Optimizer steps",
         "Milliseconds a step, medians; `quartiles` are those of ours. Ratios are medians of the ratios within a round, "
         "in which all contenders take turns. `of limit` compares with moving the bytes that the algorithm must move "
-        "(each gradient read, each parameter and state read and written) at the rate of an in-place read-modify-write of "
-        "a 512 MiB buffer, measured in the same rounds; data that stays in a cache can exceed it.",
+        "(each gradient read, each parameter and state read and written) at the rate of an in-place read-modify-write "
+        "of a 512 MiB buffer, measured in the same rounds; data that stays in a cache can exceed it.",
         "\n".join(facts),
         "\n".join(sets),
         markdown_table(rows),
