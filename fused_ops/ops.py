@@ -11,15 +11,16 @@
     adagrad_(params, grads, sums, steps, *, lr, lr_decay, eps, weight_decay, maximize)
 
 A list of states is as long as params, or empty where the hyperparameters use no such state. `steps` holds one-element
-tensors that count the steps done; the operator increments them. Flags are floats: 0.0 or 1.0. sgd_ treats every step as
-one after the first, so give it zeros and dampening=0.0, or the buffers that it left. Shapes, dtypes and formulas are those
-of the classes in fused_ops.optim; what those would leave to torch.optim raises RuntimeError here.
+tensors that count the steps done; the operator increments them. Flags are floats: 0.0 or 1.0. sgd_ treats every step
+as one after the first, so give it zeros and dampening=0.0, or the buffers that it left. Shapes, dtypes and formulas
+are those of the classes in fused_ops.optim; what those would leave to torch.optim raises RuntimeError here.
 
 Example:
     >>> import torch
     >>> from fused_ops.ops import OPTIMIZER_OPS
     >>> weight, grad = torch.ones(3), torch.ones(3)
-    >>> OPTIMIZER_OPS["sgd_"]([weight], [grad], [], lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=0.0, maximize=0.0)
+    >>> options = dict(momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=0.0, maximize=0.0)
+    >>> OPTIMIZER_OPS["sgd_"]([weight], [grad], [], lr=0.1, **options)
     >>> weight
     tensor([0.9000, 0.9000, 0.9000])
 """

@@ -29,9 +29,7 @@ FUSED_OPS_HD To bit_cast(From from) {
 }
 
 // A choice between words, which the vectorizer turns into a masked move.
-FUSED_OPS_HD uint32_t select(bool condition, uint32_t yes, uint32_t no) {
-  return condition ? yes : no;
-}
+FUSED_OPS_HD uint32_t select(bool condition, uint32_t yes, uint32_t no) { return condition ? yes : no; }
 
 FUSED_OPS_HD float widen(float x) { return x; }
 FUSED_OPS_HD double widen(double x) { return x; }
@@ -76,7 +74,8 @@ FUSED_OPS_HD float narrow<float>(double x) {
   return float(x);
 }
 
-// Both choose between 32-bit words and shift last: a choice between 16-bit halves costs the vectorizer a permutation each.
+// Both choose between 32-bit words and shift last: a choice between 16-bit halves costs the vectorizer a permutation
+// each.
 template <>
 FUSED_OPS_HD BFloat16 narrow<BFloat16>(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

@@ -9,7 +9,8 @@
 
 #include "core/host_device.h"
 
-// A target pragma does not define __FMA__ in time for the preprocessor: a translation unit that uses one says so itself.
+// A target pragma does not define __FMA__ in time for the preprocessor: a translation unit that uses one says so
+// itself.
 #if !defined(FUSED_OPS_HAS_FMA)
 #if defined(__CUDA_ARCH__) || defined(__FMA__) || defined(__ARM_FEATURE_FMA)
 #define FUSED_OPS_HAS_FMA 1
@@ -21,7 +22,8 @@
 namespace fused_ops {
 inline namespace FUSED_OPS_LEVEL {
 
-// a * b + c. Without the instruction (x86-64 before FMA3) it is two roundings: libm's exact emulation does not vectorize.
+// a * b + c. Without the instruction (x86-64 before FMA3) it is two roundings: libm's exact emulation does not
+// vectorize.
 FUSED_OPS_HD float fma(float a, float b, float c) {
 #if FUSED_OPS_HAS_FMA
   return ::fmaf(a, b, c);

@@ -24,7 +24,7 @@ namespace {
 // Calls visitor.operator()<Optimizer>() and returns what it returns.
 template <class Visitor>
 auto with_optimizer(int optimizer, Visitor&& visitor) {
-  decltype(visitor.template operator()<Adam>()) result{};
+  decltype(visitor.template operator()<Adam>()) result {};
   visit_optimizer(optimizer, [&]<class Optimizer>() { result = visitor.template operator()<Optimizer>(); });
   return result;
 }
@@ -74,7 +74,9 @@ void increment_step(void* data, at::ScalarType dtype) {
   }
 }
 
-bool is_host_step_dtype(at::ScalarType dtype) { return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kLong; }
+bool is_host_step_dtype(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kLong;
+}
 
 }  // namespace
 
@@ -93,7 +95,8 @@ std::vector<std::string> optimizer_names() {
 
 std::vector<std::string> hyperparameter_names(int optimizer) {
   return with_optimizer(optimizer, []<class Optimizer>() {
-    static_assert(sizeof(typename Optimizer::Hyperparameters) == sizeof(Optimizer::kHyperparameterNames) / sizeof(char*) * sizeof(double));
+    static_assert(sizeof(typename Optimizer::Hyperparameters) ==
+                  sizeof(Optimizer::kHyperparameterNames) / sizeof(char*) * sizeof(double));
     return strings(Optimizer::kHyperparameterNames);
   });
 }
@@ -110,7 +113,8 @@ OptimizerStep::OptimizerStep(int optimizer)
 void OptimizerStep::reset(std::vector<double> hyperparameters) {
   const size_t wanted = hyperparameter_names(optimizer_).size();
   if (hyperparameters.size() != wanted)
-    fail_expectation(name_, "len(hyperparameters)", wanted, hyperparameters.size(), "Pass them in the order of the schema.");
+    fail_expectation(name_, "len(hyperparameters)", wanted, hyperparameters.size(),
+                     "Pass them in the order of the schema.");
   hyperparameters_ = std::move(hyperparameters);
   states_ = with_optimizer(optimizer_, [&]<class Optimizer>() {
     typename Optimizer::Hyperparameters values;
@@ -196,7 +200,8 @@ std::optional<std::string> OptimizerStep::lay_out(int64_t index, Item& item, con
     for (const Dim& dim : dims)
       if (dim.stride[operand] == 0)
         fail(name_, ": expected ", operand == kParam ? argument("params", index) : state_names_[operand - kFirstState],
-             " not to be expanded, got stride 0 in a dimension of size ", dim.size, ". Call .contiguous() on it first.");
+             " not to be expanded, got stride 0 in a dimension of size ", dim.size,
+             ". Call .contiguous() on it first.");
   }
   int64_t extent = 1;
   for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim) {
@@ -300,8 +305,8 @@ std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& p
 
 bool OptimizerStep::add_again(const at::Tensor& param, at::Tensor grad, const Found& found) {
   const int64_t numel = param.numel() * (param.is_complex() ? 2 : 1);
-  if (!found.usable || found.param_dtype != param.scalar_type() || found.item.numel != numel || !param.is_contiguous() ||
-      !grad.is_contiguous() || grad.is_conj() || grad.is_neg())
+  if (!found.usable || found.param_dtype != param.scalar_type() || found.item.numel != numel ||
+      !param.is_contiguous() || !grad.is_contiguous() || grad.is_conj() || grad.is_neg())
     return false;
   Item item = found.item;
   item.data[kParam] = const_cast<void*>(param.const_data_ptr());
@@ -325,7 +330,8 @@ void OptimizerStep::push(const at::Tensor& param, Item& item, bool in_double, fl
   if (device_step) target.steps.push_back(device_step);
   if (!param.is_cuda())
     for (int64_t begin = 0; begin < item.numel; begin += cpu::kChunk)
-      target.chunks.push_back({begin, int32_t(target.items.size()), int32_t(std::min(cpu::kChunk, item.numel - begin))});
+      target.chunks.push_back(
+          {begin, int32_t(target.items.size()), int32_t(std::min(cpu::kChunk, item.numel - begin))});
   target.items.push_back(item);
 
   params_.push_back(param.unsafeGetTensorImpl());
@@ -411,11 +417,13 @@ void OptimizerStep::run_bucket(Bucket& bucket, size_t first, size_t last, const 
   if (lr.defined()) walk.lr_dtype = *storage_type(lr.scalar_type());
   walk.stream = c10::cuda::getCurrentCUDAStream(bucket.device.index()).stream();
   const int64_t bytes = cuda::workspace_bytes(optimizer_, states_, bucket.in_double, walk);
-  if (bytes > 0) walk.workspace = keep_alive_.emplace_back(at::empty({bytes}, at::TensorOptions(bucket.device).dtype(at::kByte))).mutable_data_ptr();
+  if (bytes > 0)
+    walk.workspace = keep_alive_.emplace_back(at::empty({bytes}, at::TensorOptions(bucket.device).dtype(at::kByte)))
+                         .mutable_data_ptr();
   const int error = cuda::run(optimizer_, states_, bucket.in_double, walk);
   if (error != 0)
-    fail(name_, ": the CUDA launch over ", last - first, " parameters on ", bucket.device, " failed: ",
-         cuda::error_string(error), ". Set CUDA_LAUNCH_BLOCKING=1 to find an earlier kernel's error.");
+    fail(name_, ": the CUDA launch over ", last - first, " parameters on ", bucket.device,
+         " failed: ", cuda::error_string(error), ". Set CUDA_LAUNCH_BLOCKING=1 to find an earlier kernel's error.");
 #endif
 }
 

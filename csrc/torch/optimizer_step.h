@@ -95,8 +95,8 @@ class OptimizerStep {
   std::vector<Bucket> buckets_;
   size_t bucket_count_ = 0;  // those beyond are spare: their memory is used again
   std::deque<Layout> layouts_;
-  std::vector<at::Tensor> keep_alive_;       // gradients: another thread may set them to None while we run
-  std::vector<c10::TensorImpl*> params_;     // what autograd must see as modified
+  std::vector<at::Tensor> keep_alive_;    // gradients: another thread may set them to None while we run
+  std::vector<c10::TensorImpl*> params_;  // what autograd must see as modified
   std::vector<HostStep> host_steps_;
   std::vector<std::pair<const char*, const char*>> memory_, checked_memory_;  // [begin, end) of each parameter
   bool checked_shares_memory_ = false;

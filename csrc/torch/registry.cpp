@@ -16,7 +16,8 @@ const std::string kNamespace = "fused_ops::";
 // Every optimizer's arguments are params, grads, its states, steps, its hyperparameters; see step_schema().
 void step_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string& schema_name = op.schema().name();  // fused_ops::adam_
-  const int optimizer = optimizer_index(schema_name.substr(kNamespace.size(), schema_name.size() - kNamespace.size() - 1));
+  const int optimizer = optimizer_index(
+      schema_name.substr(kNamespace.size(), schema_name.size() - kNamespace.size() - 1));
   OptimizerStep step(optimizer);
   const size_t state_count = step.state_names().size();
   const size_t list_count = 2 + state_count + step.counts_steps();
@@ -25,8 +26,7 @@ void step_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::vector<std::vector<at::Tensor>> lists;
   for (size_t i = 0; i < list_count; ++i) lists.push_back(arguments[i].toTensorVector());
   std::vector<double> hyperparameters;
-  for (size_t i = 0; i < hyperparameter_count; ++i)
-    hyperparameters.push_back(arguments[list_count + i].toDouble());
+  for (size_t i = 0; i < hyperparameter_count; ++i) hyperparameters.push_back(arguments[list_count + i].toDouble());
   step.reset(hyperparameters);
   const std::vector<at::Tensor>& params = lists[0];
   const std::vector<at::Tensor>& grads = lists[1];
@@ -79,7 +79,8 @@ py::dict optimizer_schemas() {
   for (const std::string& name : optimizer_names()) {
     const int index = optimizer_index(name);
     const OptimizerStep step(index);
-    schemas[py::str(name)] = py::dict(py::arg("states") = step.state_names(), py::arg("counts_steps") = step.counts_steps(),
+    schemas[py::str(name)] = py::dict(py::arg("states") = step.state_names(),
+                                      py::arg("counts_steps") = step.counts_steps(),
                                       py::arg("hyperparameters") = hyperparameter_names(index));
   }
   return schemas;

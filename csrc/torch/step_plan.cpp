@@ -117,13 +117,16 @@ std::vector<std::string> StepPlan::used_states() const {
   return used;
 }
 
-// What gather() is about to read lies scattered: some 35 cache lines a parameter, most of them found through others. One hop
-// at a time for a whole block of parameters, the waits for memory overlap: 4 times faster where the cache is cold.
+// What gather() is about to read lies scattered: some 35 cache lines a parameter, most of them found through others.
+// One hop at a time for a whole block of parameters, the waits for memory overlap: 4 times faster where the cache is
+// cold.
 void StepPlan::find(Entry* block, size_t first, size_t count, PyObject* params, PyObject* state) {
   const auto fetch = [](const void* object, size_t bytes) {
     for (size_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(static_cast<const char*>(object) + offset);
   };
-  const auto fetch_tensor = [&](const at::Tensor* tensor) { fetch(tensor->unsafeGetTensorImpl(), sizeof(c10::TensorImpl)); };
+  const auto fetch_tensor = [&](const at::Tensor* tensor) {
+    fetch(tensor->unsafeGetTensorImpl(), sizeof(c10::TensorImpl));
+  };
   const auto fetch_storage = [&](const at::Tensor* tensor) {
     if (tensor->has_storage()) fetch(tensor->storage().unsafeGetStorageImpl(), 1);
   };
@@ -133,7 +136,8 @@ void StepPlan::find(Entry* block, size_t first, size_t count, PyObject* params, 
     fetch(block[i].object, 64);
   }
   for (size_t i = 0; i < count; ++i) {
-    if (!THPVariable_Check(block[i].object)) fail(step_.name(), ": expected params to hold tensors, got ", Py_TYPE(block[i].object)->tp_name, ".");
+    if (!THPVariable_Check(block[i].object))
+      fail(step_.name(), ": expected params to hold tensors, got ", Py_TYPE(block[i].object)->tp_name, ".");
     fetch_tensor(&THPVariable_Unpack(block[i].object));
     block[i].entries = state_of(block[i].object, state, first + i);
     if (block[i].entries) fetch(block[i].entries, sizeof(PyDictObject));

@@ -18,8 +18,8 @@ class StepPlan {
  public:
   explicit StepPlan(const std::string& optimizer);
 
-  // Checks every parameter of `params` (a group's list) that has a gradient, and all that moves with it. Changes nothing.
-  // Throws what no optimizer could take. Returns
+  // Checks every parameter of `params` (a group's list) that has a gradient, and all that moves with it. Changes
+  // nothing. Throws what no optimizer could take. Returns
   //   what hinders the fused path: None, or the reason;
   //   the positions of parameters that lack some of their state, or, with device_steps, whose step counter is not on
   //   their device: to be made before gathering again.
@@ -69,7 +69,7 @@ class StepPlan {
 
   OptimizerStep step_;
   std::vector<py::object> names_;  // of the states, then "step"
-  std::vector<Known> known_;  // by position in the group
+  std::vector<Known> known_;       // by position in the group
   unsigned known_states_ = 0;
 };
 

@@ -5,10 +5,11 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from fused_ops._build import load_native
@@ -24,13 +25,32 @@ def _number(value: Any) -> float:
     return float(value.item() if isinstance(value, Tensor) else value)
 
 
+class _Gathered(NamedTuple):
+    """A parameter group whose step has been checked and is ready to run."""
+
+    plan: Any
+    group: dict[str, Any]
+    device_lr: Tensor | None  # read by the kernel when it runs
+    again: Callable[[list[int]], tuple[str | None, list[int]]]  # gathers once more, given who takes a first step
+    reason: str | None  # why the fused step cannot take the group
+    lacking: list[int]  # positions of parameters that lack state
+
+    @classmethod
+    def of(cls, plan: Any, group: dict[str, Any], state: Any, hyperparameters: Any, device_steps: bool) -> "_Gathered":
+        lr = group["lr"]
+        device_lr = lr if isinstance(lr, Tensor) and lr.is_cuda and group.get("capturable") else None
+        values = hyperparameters(group, device_lr is not None)
+        again = functools.partial(plan.gather, group["params"], state, values, device_steps)
+        return cls(plan, group, device_lr, again, *again([]))
+
+
 class FusedOptimizer(Optimizer):
     """Base of the fused optimizers: a torch.optim optimizer whose step() makes one native call a parameter group.
 
     A subclass derives from this class and from the torch.optim optimizer it replaces, and names its native `rule`.
     Constructor, defaults, hooks, state names and state_dict() are the parent's. A step is checked as a whole before
-    anything is changed. What the native rule cannot do (differentiable=True, sparse gradients, devices other than CPU and
-    CUDA, tensor subclasses other than DTensor) runs the parent's step, after one UserWarning that says why.
+    anything is changed. What the native rule cannot do (differentiable=True, sparse gradients, devices other than CPU
+    and CUDA, tensor subclasses other than DTensor) runs the parent's step, after one UserWarning that says why.
 
     With torch.amp.GradScaler the step divides by the scale and skips on infinity by itself; gradients are read, never
     written back unscaled.
@@ -38,7 +58,7 @@ class FusedOptimizer(Optimizer):
     Args:
         state_dtype: floating-point dtype in which new state is kept, e.g. torch.float32 moments for bfloat16
             parameters, or torch.bfloat16 moments to save memory. Default: the parameter's dtype. Arithmetic is float32
-            for states and parameters of at most 32 bits, else float64. Complex parameters keep state of their own dtype.
+            for states and parameters of at most 32 bits, else float64. Complex parameters keep state in their dtype.
 
     Dtypes: parameters, gradients and each state may be float32, float64, float16, bfloat16, complex64 or complex128,
         independently of one another.
@@ -85,7 +105,8 @@ class FusedOptimizer(Optimizer):
     @classmethod
     def _stock_class(cls) -> type[Optimizer] | None:
         """The torch.optim class that this one replaces."""
-        return next((base for base in cls.__mro__ if base.__module__.startswith("torch.optim.") and base is not Optimizer), None)
+        stock = (base for base in cls.__mro__ if base.__module__.startswith("torch.optim.") and base is not Optimizer)
+        return next(stock, None)
 
     # --- state ---------------------------------------------------------------------------------------------------
 
@@ -116,10 +137,13 @@ class FusedOptimizer(Optimizer):
                 state["step"] = torch.zeros((), device=device) if step is None else torch.as_tensor(step).to(device)
             for name in names:
                 if not isinstance(state.get(name), Tensor):
-                    value = self.initial_value(name, param, group)
-                    state[name] = torch.full_like(
-                        param, value, dtype=self._dtype_of_state(param), memory_format=torch.preserve_format, requires_grad=False
+                    like = torch.empty_like(
+                        param,
+                        dtype=self._dtype_of_state(param),
+                        memory_format=torch.preserve_format,
+                        requires_grad=False,
                     )
+                    state[name] = like.fill_(self.initial_value(name, param, group))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict of this optimizer or of its torch.optim namesake; state keeps state_dtype, exactly."""
@@ -156,7 +180,7 @@ class FusedOptimizer(Optimizer):
             values["lr"] = 0.0  # the kernel reads it from the device
         return [_number(values[name]) for name in _schema(self.rule)["hyperparameters"]]
 
-    @torch._disable_dynamo
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Performs one optimization step.
 
@@ -189,30 +213,27 @@ class FusedOptimizer(Optimizer):
         while len(self._plans) < len(self.param_groups):
             self._plans.append(load_native().StepPlan(self.rule))
 
-        gathered = []
-        for plan, group in zip(self._plans, self.param_groups, strict=False):
-            lr = group["lr"]
-            device_lr = lr if isinstance(lr, Tensor) and lr.is_cuda and group.get("capturable") else None
-            gather = functools.partial(
-                plan.gather, group["params"], self.state, self._hyperparameters(group, device_lr is not None), infinity_on_device
-            )
-            gathered.append((plan, group, device_lr, gather, *gather([])))
-        for *_, reason, _ in gathered:
-            if reason is not None:
-                return reason
+        gathered = [
+            _Gathered.of(plan, group, self.state, self._hyperparameters, infinity_on_device)
+            for plan, group in zip(self._plans, self.param_groups, strict=False)
+        ]
+        for one in gathered:
+            if one.reason is not None:
+                return one.reason
 
         # Every gradient fits its parameter. What is left to find fault with is state that is made now.
-        first_is_known_by_step = _schema(self.rule)["counts_steps"]
-        if infinity_on_device and not first_is_known_by_step and any(lacking for *_, lacking in gathered) and _number(found_inf):
-            return None  # a first step that is skipped must leave the next one first, so the host has to know
-        for plan, group, _, gather, _, lacking in gathered:
-            if lacking:
-                self._create_state(group, lacking, plan.used_states(), infinity_on_device)
-                reason, _ = gather(lacking)
-                if reason is not None:
-                    return reason
-        for plan, _, device_lr, *_ in gathered:
-            plan.run(device_lr, grad_scale, found_inf)
+        a_first_step = not _schema(self.rule)["counts_steps"] and any(one.lacking for one in gathered)
+        if a_first_step and infinity_on_device and _number(found_inf) != 0:
+            return None  # no counter tells that the next step is still the first one, so no state must
+        for one in gathered:
+            if not one.lacking:
+                continue
+            self._create_state(one.group, one.lacking, one.plan.used_states(), infinity_on_device)
+            reason, _ = one.again(one.lacking)
+            if reason is not None:
+                return reason
+        for one in gathered:
+            one.plan.run(one.device_lr, grad_scale, found_inf)
         return None
 
     def _stock_step(self, reason: str) -> None:
@@ -221,10 +242,10 @@ class FusedOptimizer(Optimizer):
         assert stock is not None
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not self.takes_sparse and any(gradient.is_sparse for gradient in gradients):
-            raise RuntimeError(f"{name} does not support sparse gradients: expected dense ones. Pass sparse=False to the layer.")
+            raise RuntimeError(f"{name} does not support sparse gradients. Pass sparse=False to the layer.")
         if self.state_dtype is not None:
             raise RuntimeError(
-                f"{name}: expected what the fused step can do because state_dtype == {self.state_dtype}, got: {reason}. "
+                f"{name}: expected what the fused step can do, as state_dtype == {self.state_dtype}, but {reason}. "
                 "Leave state_dtype out, so that torch.optim's step can run."
             )
         if reason not in self._reasons_said:
@@ -252,7 +273,7 @@ def fuse_optimizer(optimizer: _Fused) -> _Fused:
     """Turns a live torch.optim optimizer into its fused namesake, in place, with its state, hooks and schedulers.
 
     Args:
-        optimizer: an instance of exactly torch.optim.Adam, AdamW, RMSprop, SGD or Adagrad; a fused one is left as it is.
+        optimizer: an instance of exactly torch.optim.Adam, AdamW, RMSprop, SGD or Adagrad; a fused one stays as it is.
 
     Returns:
         The same object.

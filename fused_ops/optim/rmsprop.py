@@ -13,9 +13,9 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
         square_avg <- alpha * square_avg + (1 - alpha) * g^2
         p <- p - lr * g / (sqrt(square_avg) + eps)
 
-    With centered, grad_avg averages g as square_avg does g^2, and the root is of max(square_avg - grad_avg^2, 0): rounding
-    can make that difference negative, where torch.optim steps to NaN. With momentum, momentum_buffer <- momentum *
-    momentum_buffer + g / root takes the place of the quotient.
+    With centered, grad_avg averages g as square_avg does g^2, and the root is of max(square_avg - grad_avg^2, 0):
+    rounding can make that difference negative, where torch.optim steps to NaN. With momentum, momentum_buffer <-
+    momentum * momentum_buffer + g / (root + eps) takes the place of the quotient.
 
     Args:
         params, lr, alpha, eps, weight_decay, momentum, centered, capturable, foreach, maximize, differentiable: as

@@ -11,7 +11,9 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
         g <- g + weight_decay * p
         momentum_buffer <- momentum * momentum_buffer + (1 - dampening) * g        (first step: g)
-        p <- p - lr * momentum_buffer        (nesterov: p - lr * (g + momentum * momentum_buffer); no momentum: p - lr * g)
+        p <- p - lr * momentum_buffer
+
+    With nesterov the last line subtracts lr * (g + momentum * momentum_buffer), without momentum lr * g.
 
     Sparse gradients take torch.optim's own step.
 

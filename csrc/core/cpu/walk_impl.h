@@ -126,9 +126,7 @@ Storage storage_of(const Item& item) {
   return Storage::kOther;
 }
 
-constexpr int64_t size_of(DType dtype) {
-  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
-}
+constexpr int64_t size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
 template <class T, unsigned kStates, class Rule>
 void apply_converted(const Rule& rule, const Item& item, const cpu::Chunk& chunk) {
@@ -159,7 +157,8 @@ void apply_chunk(const Rule& rule, const Item& item, const cpu::Chunk& chunk) {
   if constexpr (sizeof(T) == sizeof(float)) {
     if (storage == Storage::kBFloat16)
       return apply<T, kStates, BFloat16, BFloat16, BFloat16>(rule, chunk.count, operands);
-    if (storage == Storage::kBFloat16States) return apply<T, kStates, float, float, BFloat16>(rule, chunk.count, operands);
+    if (storage == Storage::kBFloat16States)
+      return apply<T, kStates, float, float, BFloat16>(rule, chunk.count, operands);
     if (storage == Storage::kBFloat16Params)
       return apply<T, kStates, BFloat16, BFloat16, float>(rule, chunk.count, operands);
   }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every optimizer, once. A backend turns an Optimizers index and a set of states into a compiled rule with visit_rule().
+// Every optimizer, once. A backend turns an Optimizers index and a set of states into a compiled rule with
+// visit_rule().
 #pragma once
 
 #include <cstddef>
@@ -20,7 +21,9 @@ constexpr int kOptimizerCount = std::tuple_size_v<Optimizers>;
 // Calls visitor.operator()<Optimizer>() for the optimizer of that index.
 template <class Visitor, size_t... kIndex>
 void visit_optimizer(int optimizer, Visitor&& visitor, std::index_sequence<kIndex...>) {
-  ((int(kIndex) == optimizer ? (visitor.template operator()<std::tuple_element_t<kIndex, Optimizers>>(), true) : false) || ...);
+  ((int(kIndex) == optimizer ? (visitor.template operator()<std::tuple_element_t<kIndex, Optimizers>>(), true)
+                             : false) ||
+   ...);
 }
 
 template <class Visitor>
@@ -31,14 +34,17 @@ void visit_optimizer(int optimizer, Visitor&& visitor) {
 // Calls visitor.operator()<Optimizer, kStates>() for a compiled variant; does nothing where there is no such variant.
 template <class Optimizer, class Visitor, size_t... kIndex>
 void visit_variant(unsigned states, Visitor&& visitor, std::index_sequence<kIndex...>) {
-  ((Optimizer::kVariants[kIndex] == states ? (visitor.template operator()<Optimizer, Optimizer::kVariants[kIndex]>(), true)
-                                           : false) || ...);
+  ((Optimizer::kVariants[kIndex] == states
+        ? (visitor.template operator()<Optimizer, Optimizer::kVariants[kIndex]>(), true)
+        : false) ||
+   ...);
 }
 
 template <class Visitor>
 void visit_rule(int optimizer, unsigned states, Visitor&& visitor) {
   visit_optimizer(optimizer, [&]<class Optimizer>() {
-    visit_variant<Optimizer>(states, visitor, std::make_index_sequence<sizeof(Optimizer::kVariants) / sizeof(unsigned)>{});
+    visit_variant<Optimizer>(states, visitor,
+                             std::make_index_sequence<sizeof(Optimizer::kVariants) / sizeof(unsigned)>{});
   });
 }
 

@@ -24,8 +24,8 @@ struct SGD {
   struct Hyperparameters {
     double lr, momentum, dampening, weight_decay, nesterov, maximize;
   };
-  static constexpr const char* kHyperparameterNames[] = {"lr", "momentum", "dampening", "weight_decay",
-                                                         "nesterov", "maximize"};
+  static constexpr const char* kHyperparameterNames[] = {"lr",           "momentum", "dampening",
+                                                         "weight_decay", "nesterov", "maximize"};
   static unsigned states(const Hyperparameters& h) { return h.momentum != 0 ? 0b1 : 0b0; }
 
   template <class T, unsigned kStates>
