@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import functools
+import types
+
 import pytest
 import torch
 from reference import BACKENDS, Backend
@@ -24,9 +27,25 @@ def missing(name: str) -> str | None:
     return None if fused_ops.build_info().get("cuda") else "fused_ops was built without CUDA"
 
 
-@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.cuda if name == "cuda" else ()) for name in BACKENDS])
-def backend(request: pytest.FixtureRequest) -> Backend:
+@functools.cache
+def emulated_native() -> types.SimpleNamespace:
+    """fused_ops._C with steps over host tensors on the emulated CUDA backend."""
+    from emulated import build
+
+    import fused_ops._build
+
+    native = vars(fused_ops._build.load_native()) | {"StepPlan": build.module().StepPlan}
+    return types.SimpleNamespace(**{name: value for name, value in native.items() if not name.startswith("__")})
+
+
+MARKS = {"cuda": pytest.mark.cuda, "emulated": pytest.mark.slow}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in BACKENDS])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
     reason = missing(request.param)
     if reason:
         pytest.skip(reason)
+    if request.param == "emulated":
+        monkeypatch.setattr("fused_ops.optim.base.load_native", emulated_native)
     return BACKENDS[request.param]

@@ -453,4 +453,8 @@ class Backend:
         return getattr(fused_ops.optim, name)(params, **config)
 
 
-BACKENDS = {"cpu": Backend("cpu", "cpu"), "cuda": Backend("cuda", "cuda")}
+BACKENDS = {
+    "cpu": Backend("cpu", "cpu"),
+    "emulated": Backend("emulated", "cpu"),  # the CUDA kernels as host C++: see tests/emulated
+    "cuda": Backend("cuda", "cuda"),
+}

@@ -12,10 +12,8 @@ using fused_ops::StepPlan;
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<StepPlan>(module, "StepPlan", py::module_local())
       .def(py::init<const std::string&>())
-      .def("check", &StepPlan::check)
+      .def("gather", &StepPlan::gather)
       .def("used_states", &StepPlan::used_states)
-      .def("lacking", &StepPlan::lacking)
-      .def("bind", &StepPlan::bind)
       .def("run", &StepPlan::run);
   module.def("take_launches", [] {  // since the last call: (blocks, threads, bytes of parameters)
     py::list launches;
