@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "tests/emulated"), str(ROOT / "tests/cuda_static")]
-import build
-import ptx
+sys.path[:0] = [str(ROOT / "tests")]
+from cuda_static import ptx
+from emulated import build
+
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import build
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from emulated import build
 
 pytestmark = [
     pytest.mark.slow,
