@@ -111,7 +111,7 @@ def measure(row: Row, options: argparse.Namespace, limit: BandwidthLimit) -> dic
     def turn_gradients() -> None:  # an endlessly constant gradient would drive the centered variance to zero
         torch._foreach_neg_(gradients)
 
-    budget, rounds = (1.0, (3, 10)) if options.quick else (options.seconds, (7, 40))
+    budget, rounds = (1.0, (5, 10)) if options.quick else (options.seconds, (7, 40))
     with competing_process(row.competing):
         times = interleave(
             {**steps, LIMIT: limit}, options.device, budget=budget, rounds=rounds, between=turn_gradients
