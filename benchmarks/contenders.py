@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -119,27 +120,24 @@ def peer_contenders(case: OptimizerCase, precision: Precision) -> list[Contender
     arguments = {"lr": LR, **case.arguments}
     peers = []
     if find_spec("deepspeed"):
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-
+        cpu_adam = import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
         weight_decay = 1e-2 if decoupled else 0.0
         peers.append(
             Contender(
                 "DeepSpeed CPUAdam",
-                lambda p: DeepSpeedCPUAdam(p, adamw_mode=decoupled, weight_decay=weight_decay, **arguments).step,
+                lambda p: cpu_adam(p, adamw_mode=decoupled, weight_decay=weight_decay, **arguments).step,
                 precision.dtype,
             )
         )
     if find_spec("bitsandbytes"):
-        import bitsandbytes
-
-        full, low = (getattr(bitsandbytes.optim, case.class_name + suffix) for suffix in ("", "8bit"))
+        optim = import_module("bitsandbytes").optim
+        full, low = (getattr(optim, case.class_name + suffix) for suffix in ("", "8bit"))
         peers.append(Contender("bitsandbytes", lambda p: full(p, **arguments).step, precision.dtype))
         peers.append(Contender("bitsandbytes 8-bit", lambda p: low(p, **arguments).step, torch.uint8, exact=False))
     if find_spec("torchao"):
-        import torchao.optim
-
+        optim = import_module("torchao.optim")
         for label, suffix in (("8-bit", "8bit"), ("fp8", "Fp8")):
-            cls = getattr(torchao.optim, case.class_name + suffix)
+            cls = getattr(optim, case.class_name + suffix)
             step = lambda p, cls=cls: cls(p, **arguments).step  # noqa: E731
             peers.append(Contender(f"torchao {label}", step, torch.uint8, exact=False))
     return peers

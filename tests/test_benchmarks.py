@@ -7,6 +7,7 @@ import importlib
 import json
 import subprocess
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def test_the_whole_benchmark_on_tiny_sets(tmp_path: Path, capsys: pytest.Capture
     printed = capsys.readouterr().out
     assert "MISS  AdamW fp32, set c, 2 thread(s): vs fused 1, at least 7" in printed
     assert "| set " in (tmp_path / "optimizers.md").read_text()
-    if importlib.util.find_spec("matplotlib"):
+    if find_spec("matplotlib"):
         assert (tmp_path / "optimizers.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -253,6 +254,24 @@ def test_a_wrong_step_of_ours_fails_the_benchmark(tmp_path: Path, monkeypatch: p
     ))  # fmt: skip
     arguments = ["--sets", "d", "--optimizers", "SGD momentum", "--precisions", "fp32", "--no-peers"]
     assert bench.main([*arguments, "--output", str(tmp_path)]) == 1
+
+
+@pytest.mark.usefixtures("tiny_sets")
+def test_a_peer_that_raises_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench, contenders = load("bench_optimizers"), load("contenders")
+
+    def raises(_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    peer = contenders.Contender("peer", raises, torch.float32)
+    monkeypatch.setattr(contenders, "peer_contenders", lambda case, precision: [peer])
+    arguments = ["--sets", "scalars", "--optimizers", "AdamW", "--precisions", "fp32", "--threads", "2"]
+    assert bench.main([*arguments, "--output", str(tmp_path)]) == 0
+    assert "left out: peer on scalars: AdamW fp32, 2 thread(s): no such kernel" in capsys.readouterr().err
+    (row,) = json.loads((tmp_path / "optimizers.json").read_text())["rows"]
+    assert list(row["contenders"]) == ["loop", "foreach", "fused", "fused_ops"]
 
 
 def test_competing_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:

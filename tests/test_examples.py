@@ -8,6 +8,7 @@ import math
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_demo_from_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "demo.py"), *TINY, "--output", str(tmp_path / "demo.png")]
     run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert "Losses of steps 1 to 12 differ by at most" in run.stdout
-    assert (tmp_path / "demo.png").exists() == bool(importlib.util.find_spec("matplotlib"))
+    assert (tmp_path / "demo.png").exists() == bool(find_spec("matplotlib"))
 
 
 def test_train_loop_learns() -> None:
