@@ -286,7 +286,9 @@ class Machine:
         elif name == "selp":
             self._write(o[0], np.where(read(3, "pred"), read(1), read(2)), lanes)
         elif name in ("shl", "shr"):
-            self._write(o[0], _shift(np.left_shift if name == "shl" else np.right_shift, read(1), read(2, "u32")), lanes)
+            self._write(
+                o[0], _shift(np.left_shift if name == "shl" else np.right_shift, read(1), read(2, "u32")), lanes
+            )
         elif name == "bfi":
             start, length = int(o[3]), int(o[4])
             mask = np.uint64(((1 << length) - 1) << start)
@@ -304,9 +306,7 @@ class Machine:
             self._write(o[0], _fma(read(1), read(2), read(3)), lanes)
         elif name in ("div", "rcp"):
             self._write(o[0], self._divide(name, read, kind), lanes)
-        elif name in BINARY and kind == "pred":
-            self._write(o[0], BINARY[name](read(1), read(2)), lanes)
-        elif name in BINARY:
+        elif (name in BINARY and kind == "pred") or name in BINARY:
             self._write(o[0], BINARY[name](read(1), read(2)), lanes)
         elif name in UNARY:
             self._write(o[0], UNARY[name](read(1)), lanes)

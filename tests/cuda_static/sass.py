@@ -205,7 +205,9 @@ def compile_kernels(architecture: int, source: Path = ROOT / "csrc/core/cuda/wal
 def tool() -> str:
     """cuobjdump: on PATH, or where the package nvidia-cuda-cuobjdump puts it (it needs nvdisasm beside it)."""
     places = [Path(folder) / "nvidia/cu13/bin" for folder in sys.path if folder]
-    found = shutil.which("cuobjdump") or next((str(p / "cuobjdump") for p in places if (p / "cuobjdump").exists()), None)
+    found = shutil.which("cuobjdump") or next(
+        (str(p / "cuobjdump") for p in places if (p / "cuobjdump").exists()), None
+    )
     if not found:
         raise FileNotFoundError("cuobjdump was not found: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm")
     return found

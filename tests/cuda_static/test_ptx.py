@@ -22,9 +22,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
-from cuda_static import ptx
-from emulated import build
-
+from cuda_static import ptx  # noqa: E402
+from emulated import build  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
@@ -76,7 +75,9 @@ def read_launches(path: Path) -> Iterator[Launch]:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("ptx") / "walk.ptx"
-    subprocess.run([*NVCC, "-arch=compute_90", "-ptx", str(ROOT / "csrc/core/cuda/walk.cu"), "-o", str(path)], check=True)
+    subprocess.run(
+        [*NVCC, "-arch=compute_90", "-ptx", str(ROOT / "csrc/core/cuda/walk.cu"), "-o", str(path)], check=True
+    )
     return path.read_text()
 
 
@@ -90,7 +91,9 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> list[Launch]:
 
 def assert_same(dtype: int, actual: bytes, expected: bytes, ulps: int) -> None:
     """Equal bits, or NaN both; with ulps, values no further apart than that."""
-    float_type, integer = [(np.float32, np.int32), (np.float64, np.int64), (np.float16, np.int16), (None, np.int16)][dtype]
+    float_type, integer = [(np.float32, np.int32), (np.float64, np.int64), (np.float16, np.int16), (None, np.int16)][
+        dtype
+    ]
     a, b = (np.frombuffer(data, integer) for data in (actual, expected))
     if float_type is None:
         nan_a, nan_b = ((x.astype(np.int32) & 0x7FFF) > 0x7F80 for x in (a, b))
@@ -135,7 +138,11 @@ def test_planted_fault_is_seen(name: str, source: str, launches: list[Launch]) -
     pattern, replacement, seen = FAULTS[name]
     changed = re.sub(pattern, replacement, source)
     assert changed != source
-    with pytest.raises((ptx.PtxError, AssertionError), match=seen):
+
+    def check() -> None:
         memory = interpret(launch, changed)
         for dtype, address, _, after in launch.ranges:
             assert_same(dtype, memory.read(address), after, 0)
+
+    with pytest.raises((ptx.PtxError, AssertionError), match=seen):
+        check()

@@ -54,7 +54,9 @@ def program(
         # The scheduler of the fibers tells ThreadSanitizer what it does; its own accesses are none of the kernels'.
         hidden = sanitizer == "thread" and source == "fibers.cpp"
         instrumentation = ["-O2", "-DEMULATION_TSAN"] if hidden else SANITIZERS[sanitizer]
-        jobs.append((FOLDER / source, csrc if source == "emulated_walk.cpp" else ROOT / "csrc", [*instrumentation, *flags]))
+        jobs.append(
+            (FOLDER / source, csrc if source == "emulated_walk.cpp" else ROOT / "csrc", [*instrumentation, *flags])
+        )
     if "walk_test.cpp" in sources:
         jobs += [(path, ROOT / "csrc", ["-O2"]) for path in sorted((ROOT / "csrc/core/cpu").glob("*.cpp"))]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

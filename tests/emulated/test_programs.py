@@ -107,14 +107,24 @@ FAULTS = {
         "run();",
         "a failed launch is not reported",
     ),
-    "lost rule": Fault("walk.cu", "walk_.workspace) + first_item : nullptr", "walk_.workspace) : nullptr", "differs from"),
+    "lost rule": Fault(
+        "walk.cu", "walk_.workspace) + first_item : nullptr", "walk_.workspace) : nullptr", "differs from"
+    ),
     "metadata off by one": Fault("walk.cuh", ".first_chunk <= chunk)", ".first_chunk < chunk)", "FAIL"),
-    "full metadata": Fault("walk.cu", "parameters_.kWords) {", "parameters_.kWords + 5) {", "FAIL|runtime error|overflow"),
+    "full metadata": Fault(
+        "walk.cu", "parameters_.kWords) {", "parameters_.kWords + 5) {", "FAIL|runtime error|overflow"
+    ),
     "narrow accesses": Fault(
-        "walk.cu", "item.layout ? Path::kStrided : phase < 0", "item.layout ? Path::kStrided : phase <= 0", "fewer than 16"
+        "walk.cu",
+        "item.layout ? Path::kStrided : phase < 0",
+        "item.layout ? Path::kStrided : phase <= 0",
+        "fewer than 16",
     ),
     "found_inf ignored": Fault(
-        "walk.cuh", "if (parameters.found_inf && *parameters.found_inf != 0) return;", "", "differs from the CPU|overflow"
+        "walk.cuh",
+        "if (parameters.found_inf && *parameters.found_inf != 0) return;",
+        "",
+        "differs from the CPU|overflow",
     ),
     "counters raced": Fault(
         "walk.cuh",
@@ -140,7 +150,12 @@ def test_planted_fault_is_seen(name: str, tmp_path: Path) -> None:
     assert any(text in output for text in fault.seen.split("|")), output[-4000:]
 
 
-BARRIER_FAULTS = [(0, "address", ""), (0, "thread", ""), (1, "thread", "data race"), (2, "address", "divergent barrier")]
+BARRIER_FAULTS = [
+    (0, "address", ""),
+    (0, "thread", ""),
+    (1, "thread", "data race"),
+    (2, "address", "divergent barrier"),
+]
 BARRIER_FAULTS += [(3, "address", "divergent barrier")]
 
 
