@@ -244,7 +244,7 @@ class Machine:
             self._execute(instruction.text, words, operands, lanes)
         return None
 
-    def _execute(self, text: str, words: list[str], o: list[str], lanes: Lanes) -> None:
+    def _execute(self, text: str, words: list[str], o: list[str], lanes: Lanes) -> None:  # noqa: PLR0912, PLR0915
         name, kind = words[0], words[-1]
 
         def read(index: int, of: str = kind) -> Array:

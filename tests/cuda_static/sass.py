@@ -223,10 +223,10 @@ def table(architecture: int, kernels: list[Kernel]) -> str:
     gpu = GPUS[architecture]
     rows = [HEADER, "|---" * 12 + "|"]
     for k in kernels:
-        times = k.picoseconds(gpu)
+        times, threads = k.picoseconds(gpu), k.resident_threads(gpu)
         rows.append(
             f"| {k.name} | {k.registers} | {k.local_bytes} | {k.loads} / {k.stores} | {k.narrow} | {k.mufu} | {k.fp64} "
-            f"| {k.instructions:.0f} | {k.bytes_moved} | {k.resident_threads(gpu)} ({k.resident_threads(gpu) * 100 // 2048}%) "
+            f"| {k.instructions:.0f} | {k.bytes_moved} | {threads} ({threads * 100 // 2048}%) "
             f"| {k.bytes_in_flight(gpu) / 1000:.0f} ({gpu.bytes_in_flight_needed / 1000:.0f}) "
             f"| {times['memory']:.2f} / {times['issue']:.2f} |"
         )
