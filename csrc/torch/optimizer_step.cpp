@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 
 #include "core/optim/list.h"
 #include "torch/checks.h"
@@ -72,6 +73,37 @@ void increment_step(void* data, at::ScalarType dtype) {
     case at::kDouble: *static_cast<double*>(data) += 1; break;
     default: *static_cast<int64_t*>(data) += 1; break;
   }
+}
+
+void expect_dtype(const std::string& op, const std::function<std::string()>& what, const at::Tensor& tensor) {
+  if (storage_type(tensor.scalar_type())) return;
+  fail(op, ": expected ", what(),
+       ".dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, ",
+       "torch.complex128), got ", describe(tensor.scalar_type()), ". Convert it, or leave it out of the optimizer.");
+}
+
+// Whether two index tuples of these strides lead to the same element.
+template <class Dims>
+bool overlaps(const Dims& dims) {
+  int64_t extent = 1;
+  bool nested = true;  // each dimension steps over all that the inner ones reach: the usual case
+  for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim) {
+    nested &= dim->stride[kParam] >= extent;
+    extent += dim->stride[kParam] * (dim->size - 1);
+  }
+  if (nested) return false;
+  std::vector<bool> taken(extent);
+  std::vector<int64_t> offsets{0};
+  for (const auto& dim : dims) {
+    const size_t count = offsets.size();
+    for (int64_t i = 1; i < dim.size; ++i)
+      for (size_t k = 0; k < count; ++k) offsets.push_back(offsets[k] + i * dim.stride[kParam]);
+  }
+  for (const int64_t offset : offsets) {
+    if (taken[offset]) return true;
+    taken[offset] = true;
+  }
+  return false;
 }
 
 bool is_host_step_dtype(at::ScalarType dtype) {
@@ -149,11 +181,15 @@ std::optional<std::string> OptimizerStep::check(int64_t index, const at::Tensor&
   if (param.is_complex() != grad.is_complex())
     fail_expectation(name_, argument("grads", index) + ".is_complex()", param.is_complex() ? "True" : "False",
                      grad.is_complex() ? "True" : "False", "Parameter and gradient are both real or both complex.");
-  if (!storage_type(param.scalar_type())) return "a parameter's dtype is " + describe(param.scalar_type());
-  if (!storage_type(grad.scalar_type())) return "a gradient's dtype is " + describe(grad.scalar_type());
+  expect_dtype(name_, [&] { return argument("params", index); }, param);
+  expect_dtype(name_, [&] { return argument("grads", index); }, grad);
   if (param.is_conj() || param.is_neg()) return "a parameter is a conjugate or negative view";
   if (param.is_inference() && !c10::InferenceMode::is_enabled()) return "a parameter is an inference tensor";
-  return std::nullopt;
+  if (param.is_contiguous() && grad.is_contiguous()) return std::nullopt;
+  const at::Tensor* tensors[kMaxOperands] = {&param, &grad};
+  std::deque<Layout> layouts;
+  Item item{};
+  return lay_out(index, item, tensors, layouts);
 }
 
 OptimizerStep::Bucket& OptimizerStep::bucket(at::Device device, bool in_double, bool device_steps) {
@@ -174,7 +210,8 @@ OptimizerStep::Bucket& OptimizerStep::bucket(at::Device device, bool in_double, 
 }
 
 // Finds the fewest dimensions that walk all operands in the parameter's memory order.
-std::optional<std::string> OptimizerStep::lay_out(int64_t index, Item& item, const at::Tensor* const* tensors) {
+std::optional<std::string> OptimizerStep::lay_out(int64_t index, Item& item, const at::Tensor* const* tensors,
+                                                  std::deque<Layout>& layouts) const {
   const at::Tensor& param = *tensors[kParam];
   const bool complex = param.is_complex();
   struct Dim {
@@ -203,11 +240,9 @@ std::optional<std::string> OptimizerStep::lay_out(int64_t index, Item& item, con
              " not to be expanded, got stride 0 in a dimension of size ", dim.size,
              ". Call .contiguous() on it first.");
   }
-  int64_t extent = 1;
-  for (auto dim = dims.rbegin(); dim != dims.rend(); ++dim) {
-    if (dim->stride[kParam] < extent) return "a parameter's elements may overlap in memory";
-    extent = dim->stride[kParam] * (dim->size - 1) + extent;
-  }
+  if (overlaps(dims))
+    fail(name_, ": expected ", argument("params", index), " to have each element in a place of its own, got sizes ",
+         describe(param.sizes()), " with strides ", describe(param.strides()), ". Call .contiguous() on it first.");
   c10::SmallVector<Dim, kMaxDims> merged;
   for (const Dim& dim : dims) {
     bool merges = !merged.empty();
@@ -229,7 +264,7 @@ std::optional<std::string> OptimizerStep::lay_out(int64_t index, Item& item, con
   };
   if (is_dense()) return std::nullopt;
   if (merged.size() > kMaxDims) return "a parameter has more than " + std::to_string(kMaxDims) + " separate dimensions";
-  Layout& layout = layouts_.emplace_back();
+  Layout& layout = layouts.emplace_back();
   layout.dims = int(merged.size());
   for (int d = 0; d < layout.dims; ++d) {
     layout.size[d] = merged[d].size;
@@ -260,8 +295,9 @@ std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& p
       fail_expectation(name_, fact(".device"), param.device(), state.device(), kAdvice);
     if (state.is_complex() != param.is_complex())
       fail_expectation(name_, fact(".dtype"), describe(param.scalar_type()), describe(state.scalar_type()), kAdvice);
-    if (state.layout() != at::kStrided || !storage_type(state.scalar_type()) || state.is_conj() || state.is_neg())
-      return fact(" is not a plain floating-point tensor");
+    expect_dtype(name_, [&] { return fact(""); }, state);
+    if (state.layout() != at::kStrided || state.is_conj() || state.is_neg())
+      fail(name_, ": expected ", fact(""), " to be a plain strided tensor. ", kAdvice);
   }
 
   Item item{};
@@ -276,7 +312,7 @@ std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& p
   }
   item.numel = param.numel() * (param.is_complex() ? 2 : 1);
   if (!contiguous && item.numel > 0)
-    if (auto refusal = lay_out(index, item, tensors)) return refusal;
+    if (auto refusal = lay_out(index, item, tensors, layouts_)) return refusal;
 
   float* device_step = nullptr;
   HostStep host_step{};
@@ -344,32 +380,36 @@ void OptimizerStep::push(const at::Tensor& param, Item& item, bool in_double, fl
   memory_.push_back({begin, begin + extent * c10::elementSize(c10::toRealValueType(param.scalar_type()))});
 }
 
-// Whether two parameters may share memory. Sorting is needed only when a pointer has changed since the last step.
-bool OptimizerStep::shares_memory() {
-  if (memory_ == checked_memory_) return checked_shares_memory_;
+// Sorting is needed only when a pointer has changed since the last step.
+std::optional<std::string> OptimizerStep::check_together() {
+  if (memory_ == checked_memory_ && !serially_) return std::nullopt;
   checked_memory_ = memory_;
   std::sort(memory_.begin(), memory_.end());
   const char* end = nullptr;
-  checked_shares_memory_ = false;
+  serially_ = false;
   for (const auto& [first, last] : memory_) {
     if (first == last) continue;
-    checked_shares_memory_ |= first < end;
+    serially_ |= first < end;
     end = std::max(end, last);
   }
-  return checked_shares_memory_;
+  if (!serially_) return std::nullopt;
+  std::vector<c10::TensorImpl*> params = params_;
+  std::sort(params.begin(), params.end());
+  if (std::adjacent_find(params.begin(), params.end()) != params.end())
+    return "a parameter group holds the same parameter twice";
+  return std::nullopt;
 }
 
 bool OptimizerStep::run(const StepTensors& tensors) {
   bool host_decides = !host_steps_.empty();
   for (size_t i = 0; i < bucket_count_; ++i) host_decides |= !on_cuda(buckets_[i].device);
   if (host_decides && tensors.found_inf.defined() && host_scalar(tensors.found_inf) != 0) return false;
-  const bool serially = shares_memory();
   for (const HostStep& step : host_steps_) increment_step(step.data, step.dtype);
   for (c10::TensorImpl* param : params_)
     if (!param->is_inference()) param->bump_version();
   for (size_t i = 0; i < bucket_count_; ++i) {
     Bucket& bucket = buckets_[i];
-    if (!serially) {
+    if (!serially_) {
       run_bucket(bucket, 0, bucket.items.size(), tensors);
     } else {
       for (size_t item = 0; item < bucket.items.size(); ++item) run_bucket(bucket, item, item + 1, tensors);

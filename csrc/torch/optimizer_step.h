@@ -61,6 +61,9 @@ class OptimizerStep {
   // As add(), where states and step counter are known to be what they were. Returns false if that is not enough.
   bool add_again(const at::Tensor& param, at::Tensor grad, const Found& found);
 
+  // Call when all have been added. Returns as add().
+  std::optional<std::string> check_together();
+
   // Updates every parameter that was added; with a non-zero found_inf, none. Returns whether it did, as far as the host
   // can know (true where found_inf is on a device).
   bool run(const StepTensors& tensors);
@@ -79,9 +82,9 @@ class OptimizerStep {
 
   Bucket& bucket(at::Device device, bool in_double, bool device_steps);
   void push(const at::Tensor& param, Item& item, bool in_double, float* device_step, double count);
-  std::optional<std::string> lay_out(int64_t index, Item& item, const at::Tensor* const* tensors);
+  std::optional<std::string> lay_out(int64_t index, Item& item, const at::Tensor* const* tensors,
+                                     std::deque<Layout>& layouts) const;
   std::string argument(const char* what, int64_t index) const;
-  bool shares_memory();
   void run_bucket(Bucket& bucket, size_t first, size_t last, const StepTensors& tensors);
 
   int optimizer_;
@@ -99,7 +102,7 @@ class OptimizerStep {
   std::vector<c10::TensorImpl*> params_;  // what autograd must see as modified
   std::vector<HostStep> host_steps_;
   std::vector<std::pair<const char*, const char*>> memory_, checked_memory_;  // [begin, end) of each parameter
-  bool checked_shares_memory_ = false;
+  bool serially_ = false;  // two parameters may share memory: one walk each, in their order
 };
 
 // Optimizers' index of a name; -1 where there is none.

@@ -48,6 +48,7 @@ void step_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (const auto reason = step.add(int64_t(i), params[i], grads[i], states, counter, /*first=*/false, found))
       fail(step.name(), ": ", *reason, ". Use the torch.optim optimizer.");
   }
+  if (const auto reason = step.check_together()) fail(step.name(), ": ", *reason, ". Use the torch.optim optimizer.");
   step.run({});
   torch::jit::drop(*stack, list_count + hyperparameter_count);
 }

@@ -17,12 +17,17 @@ const at::Tensor* local(const at::Tensor& tensor, PyObject* object) {
   return THPVariable_Check(part.ptr()) ? &THPVariable_Unpack(part.ptr()) : nullptr;
 }
 
-// The value of a key, or null; also where there is no dict.
-PyObject* get(PyObject* dict, const py::object& key) {
-  if (!dict || !PyDict_Check(dict)) return nullptr;
-  PyObject* value = PyDict_GetItemWithError(dict, key.ptr());
+PyObject* by_hash(PyObject* dict, PyObject* key) {
+  PyObject* value = PyDict_GetItemWithError(dict, key);
   if (!value && PyErr_Occurred()) throw py::error_already_set();
   return value;
+}
+
+// The value of a key if the entry is at this place: PyDict_Next reads an entry without hashing, and the key that it
+// finds there tells whether the place still holds.
+PyObject* at_place(PyObject* dict, PyObject* key, Py_ssize_t place) {
+  PyObject *found = nullptr, *value = nullptr;
+  return PyDict_Next(dict, &place, &found, &value) && found == key ? value : nullptr;
 }
 
 at::Tensor tensor_or_undefined(const py::object& object) {
@@ -85,6 +90,11 @@ StepPlan::StepPlan(const std::string& optimizer)
     : step_([&] {
         const int index = optimizer_index(optimizer);
         if (index < 0) fail("StepPlan: there is no optimizer named ", optimizer, ".");
+        if (const char* level = cpu::unusable_level())
+          fail(
+              "fused_ops: expected FUSED_OPS_CPU_LEVEL to name an instruction set of this machine (baseline, avx2 or "
+              "avx512), got '",
+              level, "'. Unset it, or see python -m fused_ops info.");
         return OptimizerStep(index);
       }()) {
   for (const std::string& name : step_.state_names())
@@ -92,22 +102,25 @@ StepPlan::StepPlan(const std::string& optimizer)
   names_.push_back(py::reinterpret_steal<py::object>(PyUnicode_InternFromString("step")));
 }
 
-// PyDict_Next reads the entry at a place without hashing; the key it finds there tells whether the place still holds.
-// A state is mostly in the order of its parameters, so the place after the previous parameter's is the next best guess.
+// A state is mostly in the order of its parameters: the place after the previous parameter's is the next best guess.
 PyObject* StepPlan::state_of(PyObject* param, PyObject* state, size_t index) {
+  Py_ssize_t& place = known_[index].place;
+  if (PyObject* value = at_place(state, param, place)) return value;
+  place = index > 0 ? known_[index - 1].place : 0;
   PyObject *key = nullptr, *value = nullptr;
-  Py_ssize_t next = known_[index].place;
-  if (PyDict_Next(state, &next, &key, &value) && key == param) return value;
-  Py_ssize_t place = index > 0 ? known_[index - 1].place : 0;
   if (index > 0) PyDict_Next(state, &place, &key, &value);
-  next = place;
-  if (PyDict_Next(state, &next, &key, &value) && key == param) {
-    known_[index].place = place;
-    return value;
-  }
-  value = PyDict_GetItemWithError(state, param);
-  if (!value && PyErr_Occurred()) throw py::error_already_set();
-  return value;
+  value = at_place(state, param, place);
+  return value ? value : by_hash(state, param);
+}
+
+// The value of names_[k] in a parameter's dict, or null; also where there is no dict.
+PyObject* StepPlan::value_of(PyObject* entries, size_t k, Py_ssize_t& place) const {
+  if (!entries || !PyDict_Check(entries)) return nullptr;
+  if (PyObject* value = at_place(entries, names_[k].ptr(), place)) return value;
+  PyObject *key = nullptr, *value = nullptr;
+  for (Py_ssize_t next = place = 0; PyDict_Next(entries, &next, &key, &value); place = next)
+    if (key == names_[k].ptr()) return value;
+  return by_hash(entries, names_[k].ptr());
 }
 
 std::vector<std::string> StepPlan::used_states() const {
@@ -154,9 +167,10 @@ void StepPlan::find(Entry* block, size_t first, size_t count, PyObject* params, 
     if (block[i].grad->defined()) fetch_tensor(block[i].grad);
     for (size_t k = 0; k < names_.size(); ++k) {
       if (!reads(k)) continue;
-      block[i].values[k] = get(block[i].entries, names_[k]);
-      fetch(known_[first + i].seen[k].tensor._unsafe_get_target(), 64);
-      fetch(known_[first + i].seen[k].storage, 64);
+      Seen& seen = known_[first + i].seen[k];
+      block[i].values[k] = value_of(block[i].entries, k, seen.place);
+      fetch(seen.tensor._unsafe_get_target(), 64);
+      fetch(seen.storage, 64);
     }
   }
   for (size_t i = 0; i < count; ++i)
@@ -211,6 +225,7 @@ std::pair<py::object, std::vector<int64_t>> StepPlan::gather(const py::list& par
     const bool is_first = std::binary_search(first.begin(), first.end(), int64_t(i));
     reason = step_.add(int64_t(i), *pair.param, *pair.grad, tensors, tensors[kMaxStates], is_first, known.found);
   }
+  if (!reason) reason = step_.check_together();
   return {reason ? py::object(py::str(*reason)) : py::object(py::none()), std::move(lacking)};
 }
 

@@ -4,6 +4,7 @@
 import functools
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
@@ -147,10 +148,19 @@ class FusedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict of this optimizer or of its torch.optim namesake; state keeps state_dtype, exactly."""
-        super().load_state_dict(state_dict)
+        # The parent casts each state to its parameter's dtype: take again what it was given, between the user's hooks.
+        given: dict[str, Any] = {}
+        before = self.register_load_state_dict_pre_hook(lambda _, hooked: given.update(hooked))
+        after = self.register_load_state_dict_post_hook(lambda _: self._load_exactly(given), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _load_exactly(self, state_dict: dict[str, Any]) -> None:
         if self.state_dtype is None:
             return
-        # The parent has cast every state to its parameter's dtype: take the saved values again.
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
         for index, param in zip(saved, params, strict=True):
@@ -296,6 +306,29 @@ def fuse_optimizer(optimizer: _Fused) -> _Fused:
             f"fuse_optimizer: expected type(optimizer) in torch.optim.({known}), got {type(optimizer).__qualname__}. "
             "Keep this optimizer as it is."
         )
+    own_step = optimizer.__dict__.pop("step", None)
+    scheduled = getattr(own_step, "_wrapped_by_lr_sched", False)
+    if own_step is not None and not scheduled:
+        optimizer.step = own_step
+        raise TypeError(
+            f"fuse_optimizer: expected a {type(optimizer).__qualname__} with its class's step(), got one whose step "
+            "attribute has been replaced. Fuse the optimizer before it is wrapped."
+        )
     optimizer.__class__ = fused[type(optimizer)]
     cast(FusedOptimizer, optimizer).__setstate__({"state_dtype": None})
+    if scheduled:
+        optimizer.step = _tracked_step(optimizer)
     return optimizer
+
+
+def _tracked_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """step() with what a learning rate scheduler has put around it: a note that the optimizer has stepped."""
+    reference = weakref.ref(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        alive = cast(Any, reference())
+        alive._opt_called = True
+        return type(alive).step(alive, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step

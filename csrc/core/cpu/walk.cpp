@@ -22,8 +22,10 @@ cpu::WalkFunction find_walk(int optimizer, unsigned states, bool in_double);
 namespace cpu {
 namespace {
 
+const char* wanted_level() { return std::getenv("FUSED_OPS_CPU_LEVEL"); }
+
 Level choose_level() {
-  const char* wanted = std::getenv("FUSED_OPS_CPU_LEVEL");
+  const char* wanted = wanted_level();
   int best = 0;
   for (int level = 0; level < kLevelCount; ++level) {
     if (!level_supported(Level(level))) continue;
@@ -65,6 +67,11 @@ bool level_supported(Level level) {
 Level chosen_level() {
   static const Level level = choose_level();
   return level;
+}
+
+const char* unusable_level() {
+  const char* wanted = wanted_level();
+  return wanted && std::strcmp(wanted, level_name(chosen_level())) != 0 ? wanted : nullptr;
 }
 
 void run(int optimizer, unsigned states, bool in_double, const Walk& walk) {

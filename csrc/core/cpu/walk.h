@@ -34,6 +34,7 @@ const char* level_name(Level level);
 bool level_compiled(Level level);
 bool level_supported(Level level);  // compiled, and this machine has the instructions
 Level chosen_level();               // the highest supported, or what FUSED_OPS_CPU_LEVEL names
+const char* unusable_level();       // what FUSED_OPS_CPU_LEVEL names, if that is no supported level; else null
 
 // Scales n floats (a multiple of 4) by 1.0 in place, `repetitions` times, as four streams side by side like an
 // optimizer's operands: the bandwidth limit that benchmarks compare with.

@@ -32,12 +32,12 @@ struct Adam {
 
   template <class T, unsigned kStates>
   struct Rule {
-    T grad_factor, coupled_decay, decay_factor, one_minus_beta1, beta2, one_minus_beta2, step_size, rsqrt_bias2, eps;
+    T grad_factor, coupled_decay, decoupled_decay, one_minus_beta1, beta2, one_minus_beta2, step_size, rsqrt_bias2, eps;
 
     FUSED_OPS_HD Rule(const Hyperparameters& h, double step, double grad_factor_)
         : grad_factor(T(grad_factor_)),
           coupled_decay(T(h.decoupled_weight_decay != 0 ? 0 : h.weight_decay)),
-          decay_factor(T(h.decoupled_weight_decay != 0 ? 1 - h.lr * h.weight_decay : 1)),
+          decoupled_decay(T(h.decoupled_weight_decay != 0 ? h.lr * h.weight_decay : 0)),
           one_minus_beta1(T(1 - h.beta1)),
           beta2(T(h.beta2)),
           one_minus_beta2(T(1 - h.beta2)),
@@ -47,7 +47,6 @@ struct Adam {
 
     FUSED_OPS_HD void operator()(T& param, T grad, T* state) const {
       grad = add_decay(coupled_decay, param, grad_factor * grad);
-      param *= decay_factor;
       T& exp_avg = state[kExpAvg];
       T& exp_avg_sq = state[kExpAvgSq];
       exp_avg = lerp(exp_avg, grad, one_minus_beta1);
@@ -55,7 +54,11 @@ struct Adam {
       T second_moment = exp_avg_sq;
       if constexpr (has_state(kStates, kMaxExpAvgSq))
         second_moment = state[kMaxExpAvgSq] = maximum(state[kMaxExpAvgSq], exp_avg_sq);
-      param = fma(-step_size, exp_avg / fma(sqrt(second_moment), rsqrt_bias2, eps), param);
+      const T step = step_size * (exp_avg / fma(sqrt(second_moment), rsqrt_bias2, eps));
+      // Decay and step are joined before they meet param, which then rounds once. An infinite param, from which decay
+      // would subtract infinity, stays infinite.
+      const T next = param - fma(decoupled_decay, param, step);
+      param = next == next ? next : param - step;
     }
   };
 };
