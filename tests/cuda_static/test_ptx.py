@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The PTX that nvcc makes of every kernel, interpreted, against the emulation: bit for bit.
 
-Adam's `prepare` calls pow(), of which CUDA's and the host's may differ in the last place; 1 - pow() magnifies that
-up to 1 / (1 - beta) times, with the beta of 0.99 used here 100 times. So a rule in double is compared within 256 units in the
-last place, one in float, where that vanishes, within 2.
+Adam's `prepare` calls pow(), of which CUDA's and the host's may differ in the last place; 1 - pow() magnifies that up
+to 1 / (1 - beta) times, with the beta of 0.99 used here 100 times. So a rule in double is compared within 256 units in
+the last place, one in float, where that vanishes, within 2.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ struct Fiber {
 #endif
 #if defined(EMULATION_TSAN)
   void* tsan = nullptr;
+  ~Fiber() { __tsan_destroy_fiber(tsan); }
 #endif
 };
 
