@@ -95,6 +95,10 @@ SPOILS: list[Callable[[Optimizer, torch.Tensor], None]] = [
 ]  # fmt: skip
 
 
+def clones(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in state.items()}
+
+
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -109,13 +113,13 @@ def test_rejected_step_changes_nothing(
     problem.assign(2)
     spoil(optimizer, problem.params[LAST])
     before = bits(optimizer, problem.params[:LAST])
-    spoilt_state = {key: value.clone() for key, value in optimizer.state[problem.params[LAST]].items()}
+    spoilt_state = clones(optimizer.state[problem.params[LAST]])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # whether stock's step was tried first does not matter here
         with pytest.raises((RuntimeError, ValueError, TypeError)) as caught:
             optimizer.step()
     assert same_bits(before, bits(optimizer, problem.params[:LAST]))
-    assert same_bits([spoilt_state], [optimizer.state[problem.params[LAST]]])
+    assert same_bits([spoilt_state], [clones(optimizer.state[problem.params[LAST]])])
     assert MESSAGE.match(str(caught.value)), f"does not say what was expected and what came: {caught.value}"
 
 

@@ -165,7 +165,7 @@ std::string OptimizerStep::argument(const char* what, int64_t index) const {
   return std::string(what) + "[" + std::to_string(index) + "]";
 }
 
-std::optional<std::string> OptimizerStep::check(int64_t index, const at::Tensor& param, const at::Tensor& grad) const {
+std::optional<std::string> OptimizerStep::check(int64_t index, const at::Tensor& param, const at::Tensor& grad) {
   if (grad.layout() != at::kStrided) return "a gradient is " + std::string(grad.is_sparse() ? "sparse" : "not strided");
 #if !defined(FUSED_OPS_CUDA)
   if (param.is_cuda()) return "this build of fused_ops has no CUDA kernels (python -m fused_ops info says why)";
@@ -185,6 +185,16 @@ std::optional<std::string> OptimizerStep::check(int64_t index, const at::Tensor&
   expect_dtype(name_, [&] { return argument("grads", index); }, grad);
   if (param.is_conj() || param.is_neg()) return "a parameter is a conjugate or negative view";
   if (param.is_inference() && !c10::InferenceMode::is_enabled()) return "a parameter is an inference tensor";
+
+  params_.push_back(param.unsafeGetTensorImpl());
+  const char* begin = static_cast<const char*>(param.const_data_ptr());
+  int64_t extent = param.numel();
+  if (!param.is_contiguous() && extent > 0) {
+    extent = 1;
+    for (int64_t d = 0; d < param.dim(); ++d) extent += (param.size(d) - 1) * param.stride(d);
+  }
+  memory_.push_back({begin, begin + extent * int64_t(param.element_size())});
+
   if (param.is_contiguous() && grad.is_contiguous()) return std::nullopt;
   const at::Tensor* tensors[kMaxOperands] = {&param, &grad};
   std::deque<Layout> layouts;
@@ -369,15 +379,6 @@ void OptimizerStep::push(const at::Tensor& param, Item& item, bool in_double, fl
       target.chunks.push_back(
           {begin, int32_t(target.items.size()), int32_t(std::min(cpu::kChunk, item.numel - begin))});
   target.items.push_back(item);
-
-  params_.push_back(param.unsafeGetTensorImpl());
-  const char* begin = static_cast<const char*>(item.data[kParam]);
-  int64_t extent = item.numel;
-  if (item.layout) {
-    extent = 1;
-    for (int d = 0; d < item.layout->dims; ++d) extent += (item.layout->size[d] - 1) * item.layout->stride[kParam][d];
-  }
-  memory_.push_back({begin, begin + extent * c10::elementSize(c10::toRealValueType(param.scalar_type()))});
 }
 
 // Sorting is needed only when a pointer has changed since the last step.

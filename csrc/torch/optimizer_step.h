@@ -49,7 +49,7 @@ class OptimizerStep {
 
   // Checks a gradient against its parameter, by position `index`. Throws what no optimizer could take; returns why the
   // fused path cannot take what stock PyTorch may, or nothing.
-  std::optional<std::string> check(int64_t index, const at::Tensor& param, const at::Tensor& grad) const;
+  std::optional<std::string> check(int64_t index, const at::Tensor& param, const at::Tensor& grad);
 
   // Adds a checked parameter with its states (state_names() order, null where unused) and its step counter.
   // `first`: this is the parameter's first step; told by the counter where the optimizer counts steps.
@@ -61,7 +61,7 @@ class OptimizerStep {
   // As add(), where states and step counter are known to be what they were. Returns false if that is not enough.
   bool add_again(const at::Tensor& param, at::Tensor grad, const Found& found);
 
-  // Call when all have been added. Returns as add().
+  // Call when all have been checked. Returns as check().
   std::optional<std::string> check_together();
 
   // Updates every parameter that was added; with a non-zero found_inf, none. Returns whether it did, as far as the host

@@ -113,16 +113,6 @@ PyObject* StepPlan::state_of(PyObject* param, PyObject* state, size_t index) {
   return value ? value : by_hash(state, param);
 }
 
-// The value of names_[k] in a parameter's dict, or null; also where there is no dict.
-PyObject* StepPlan::value_of(PyObject* entries, size_t k, Py_ssize_t& place) const {
-  if (!entries || !PyDict_Check(entries)) return nullptr;
-  if (PyObject* value = at_place(entries, names_[k].ptr(), place)) return value;
-  PyObject *key = nullptr, *value = nullptr;
-  for (Py_ssize_t next = place = 0; PyDict_Next(entries, &next, &key, &value); place = next)
-    if (key == names_[k].ptr()) return value;
-  return by_hash(entries, names_[k].ptr());
-}
-
 std::vector<std::string> StepPlan::used_states() const {
   std::vector<std::string> used;
   for (size_t k = 0; k < step_.state_names().size(); ++k)
@@ -165,10 +155,11 @@ void StepPlan::find(Entry* block, size_t first, size_t count, PyObject* params, 
   for (size_t i = 0; i < count; ++i) {
     block[i].grad = &THPVariable_Unpack(block[i].object).unsafeGetTensorImpl()->grad();
     if (block[i].grad->defined()) fetch_tensor(block[i].grad);
+    const bool has_dict = block[i].entries && PyDict_Check(block[i].entries);
     for (size_t k = 0; k < names_.size(); ++k) {
       if (!reads(k)) continue;
-      Seen& seen = known_[first + i].seen[k];
-      block[i].values[k] = value_of(block[i].entries, k, seen.place);
+      const Seen& seen = known_[first + i].seen[k];
+      if (has_dict) block[i].values[k] = by_hash(block[i].entries, names_[k].ptr());
       fetch(seen.tensor._unsafe_get_target(), 64);
       fetch(seen.storage, 64);
     }

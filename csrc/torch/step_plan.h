@@ -45,7 +45,6 @@ class StepPlan {
 
   // A state or step counter as it was: the same object in the optimizer's state with the same memory behind it.
   struct Seen {
-    Py_ssize_t place = 0;  // in its parameter's dict
     PyObject* value = nullptr;
     c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor{
         c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
@@ -60,11 +59,10 @@ class StepPlan {
     Seen seen[kMaxStates + 1];
     OptimizerStep::Found found;
   };
-  static constexpr size_t kBlock = 32;
+  static constexpr size_t kBlock = 12;
 
   void find(Entry* block, size_t first, size_t count, PyObject* params, PyObject* state);
   PyObject* state_of(PyObject* param, PyObject* state, size_t index);
-  PyObject* value_of(PyObject* entries, size_t k, Py_ssize_t& place) const;
   static Pair local_pair(const Entry& entry);
   bool reads(size_t k) const;
   bool is_known(const Entry& entry, const Known& known) const;
