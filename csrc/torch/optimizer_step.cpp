@@ -57,6 +57,13 @@ bool on_cuda(at::Device device) {
 #endif
 }
 
+bool same_sizes(const at::Tensor& a, const at::Tensor& b) {
+  const at::IntArrayRef first = a.sizes(), second = b.sizes();
+  bool same = first.size() == second.size();
+  for (size_t d = 0; same && d < first.size(); ++d) same = first[d] == second[d];
+  return same;
+}
+
 double host_scalar(const at::Tensor& tensor) { return tensor.item().toDouble(); }
 
 double read_step(const void* data, at::ScalarType dtype) {
@@ -172,7 +179,7 @@ std::optional<std::string> OptimizerStep::check(int64_t index, const at::Tensor&
 #endif
   if (!param.is_cpu() && !param.is_cuda()) return "a parameter is on device " + param.device().str();
   if (param.layout() != at::kStrided) return "a parameter is not strided";
-  if (!param.sizes().equals(grad.sizes()))
+  if (!same_sizes(param, grad))
     fail_expectation(name_, argument("grads", index) + ".shape", describe(param.sizes()), describe(grad.sizes()),
                      "A gradient has the shape of its parameter.");
   if (param.device() != grad.device())
@@ -187,7 +194,7 @@ std::optional<std::string> OptimizerStep::check(int64_t index, const at::Tensor&
   if (param.is_inference() && !c10::InferenceMode::is_enabled()) return "a parameter is an inference tensor";
 
   params_.push_back(param.unsafeGetTensorImpl());
-  const char* begin = static_cast<const char*>(param.const_data_ptr());
+  const char* begin = static_cast<const char*>(param.mutable_data_ptr());
   int64_t extent = param.numel();
   if (!param.is_contiguous() && extent > 0) {
     extent = 1;
@@ -315,7 +322,7 @@ std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& p
   for (int operand = 0; operand < kMaxOperands; ++operand) {
     if (!tensors[operand]) continue;
     const at::Tensor& tensor = *tensors[operand];
-    item.data[operand] = const_cast<void*>(tensor.const_data_ptr());
+    item.data[operand] = operand == kGrad ? const_cast<void*>(tensor.const_data_ptr()) : tensor.mutable_data_ptr();
     item.dtype[operand] = *storage_type(tensor.scalar_type());
     in_double |= operand != kGrad && item.dtype[operand] == DType::kFloat64;
     contiguous &= tensor.is_contiguous();
@@ -335,7 +342,7 @@ std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& p
     const bool plain = on_host ? is_host_step_dtype(step->scalar_type())
                                : step->device() == param.device() && step->scalar_type() == at::kFloat;
     if (!plain) return "state['step'] is a " + describe(step->scalar_type()) + " on " + step->device().str();
-    void* data = const_cast<void*>(step->const_data_ptr());
+    void* data = step->mutable_data_ptr();
     if (on_host) {
       host_step = {data, step->scalar_type()};
       host_steps_.push_back(host_step);
@@ -355,7 +362,7 @@ bool OptimizerStep::add_again(const at::Tensor& param, at::Tensor grad, const Fo
       !param.is_contiguous() || !grad.is_contiguous() || grad.is_conj() || grad.is_neg())
     return false;
   Item item = found.item;
-  item.data[kParam] = const_cast<void*>(param.const_data_ptr());
+  item.data[kParam] = param.mutable_data_ptr();
   item.data[kGrad] = const_cast<void*>(grad.const_data_ptr());
   item.dtype[kGrad] = *storage_type(grad.scalar_type());
   keep_alive_.push_back(std::move(grad));
