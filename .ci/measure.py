@@ -2,6 +2,7 @@
 """Runs a command and fails if it takes too long or too much memory: measure.py SECONDS GIGABYTES command..."""
 
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -22,26 +23,31 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def memory(process: int) -> int:
-    """Its proportional share of what is in memory, in bytes: what several processes share counts once."""
+def memory(process: int) -> tuple[int, int]:
+    """What a process holds in memory, in bytes: its own, and with its share of mapped files, which the system may drop."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+        return 0, 0
+    values = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines[1:])}
+    return values.get("Pss_Anon", 0), values.get("Pss", 0)
 
 
 def main() -> int:
     limit_seconds, limit_gigabytes, command = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
-    begin, peak = time.monotonic(), 0
+    begin, peak, peak_with_files = time.monotonic(), 0, 0
     child = subprocess.Popen(command)
     while child.poll() is None:
-        peak = max(peak, sum(map(memory, descendants(child.pid))))
+        held = [memory(process) for process in descendants(child.pid)]
+        peak = max(peak, sum(own for own, _ in held))
+        peak_with_files = max(peak_with_files, sum(total for _, total in held))
         time.sleep(0.2)
     seconds, gigabytes = time.monotonic() - begin, peak / 1e9
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     print(
-        f"== {seconds:.0f} s (limit {limit_seconds:.0f}), {gigabytes:.2f} GB (limit {limit_gigabytes:.2f}), "
-        f"{len(os.sched_getaffinity(0))} cores: {' '.join(command)}"
+        f"== {seconds:.0f} s (limit {limit_seconds:.0f}; {used.ru_utime + used.ru_stime:.0f} s of processor time, "
+        f"{len(os.sched_getaffinity(0))} cores), {gigabytes:.2f} GB (limit {limit_gigabytes:.2f}; "
+        f"{peak_with_files / 1e9:.2f} with mapped files): {' '.join(command)}"
     )
     if child.returncode:
         return child.returncode
