@@ -24,7 +24,7 @@ def descendants(root: int) -> list[int]:
 
 
 def memory(process: int) -> tuple[int, int]:
-    """What a process holds in memory, in bytes: its own, and with its share of mapped files, which the system may drop."""
+    """Bytes that a process holds in memory: its own, and with its share of mapped files, which the system may drop."""
     try:
         lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     except OSError:
