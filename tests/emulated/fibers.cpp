@@ -40,9 +40,10 @@ struct Fiber {
 
 class Block {
  public:
-  Block(dim3 shape, const std::function<void()>& body) : shape_(shape), body_(body) {}
-
-  void run(const std::vector<int>& order) {
+  void run(dim3 shape, const std::function<void()>& body, const std::vector<int>& order) {
+    active_ = this;
+    shape_ = shape;
+    body_ = &body;
     order_ = &order;
     next_ = 0;
     finished_ = 0;
@@ -111,7 +112,6 @@ class Block {
   }
 
   void resume(Fiber& fiber) {
-    active_ = this;
     current_ = &fiber;
     if (fiber.thread >= 0) set_thread(fiber.thread);
 #if defined(__SANITIZE_ADDRESS__)
@@ -150,7 +150,7 @@ class Block {
       while (next_ < order_->size()) {
         fiber.thread = (*order_)[next_++];
         set_thread(fiber.thread);
-        body_();
+        (*body_)();
         fiber.thread = -1;
         ++finished_;
 #if defined(EMULATION_TSAN)
@@ -165,8 +165,8 @@ class Block {
   static void enter() { active_->work(*active_->current_); }
 
   static inline thread_local Block* active_ = nullptr;
-  const dim3 shape_;
-  const std::function<void()>& body_;
+  dim3 shape_;
+  const std::function<void()>* body_ = nullptr;
   const std::vector<int>* order_ = nullptr;
   size_t next_ = 0;
   int finished_ = 0;
@@ -203,11 +203,11 @@ void run(dim3 grid, dim3 block, const std::function<void()>& thread) {
   gridDim = grid;
   blockDim = block;
   const std::vector<int> order = thread_order(int(block.x * block.y * block.z));
-  Block fibers(block, thread);
+  static thread_local Block fibers;  // kept from launch to launch, as making a fiber is slow
   const int64_t first = settings.first_block < 0 ? int64_t(grid.x) + settings.first_block : settings.first_block;
   for (int64_t x = first; x < int64_t(grid.x); ++x) {
     blockIdx = {unsigned(x), 0, 0};
-    fibers.run(order);
+    fibers.run(block, thread, order);
   }
 }
 

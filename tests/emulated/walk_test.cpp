@@ -188,6 +188,7 @@ void check(const std::string& what, const Rule& rule, bool in_double, std::vecto
     workspace.resize(size_t(cuda::workspace_bytes(rule.optimizer, rule.states, in_double, walk) + 7) / 8);
     walk.workspace = workspace.data();
   }
+  emulation::launches.clear();
   if (const int error = cuda::run(rule.optimizer, rule.states, in_double, walk)) {
     std::printf("FAIL %s %s: %s\n", rule.name.c_str(), what.c_str(), cuda::error_string(error));
     ++failures;
@@ -195,7 +196,6 @@ void check(const std::string& what, const Rule& rule, bool in_double, std::vecto
   }
   bool launched_there = true;
   for (const emulation::Launch& launch : emulation::launches) launched_there &= launch.stream == walk.stream;
-  emulation::launches.clear();
   if (!launched_there) {
     std::printf("FAIL %s %s: a launch into another stream\n", rule.name.c_str(), what.c_str());
     ++failures;
@@ -398,6 +398,7 @@ int main(int argc, char** argv) {
     return 77;
   }
 #endif
+  check_shared_counter(brief ? rules()[8] : rules()[0]);
   for (const Rule& rule : rules()) {
     if (brief && rule.name != argv[2]) continue;
     check_types_and_alignments(rule);
@@ -407,7 +408,6 @@ int main(int argc, char** argv) {
     check_errors(rule);
     check_every_size(rule);
   }
-  check_shared_counter(brief ? rules()[8] : rules()[0]);
   std::printf("%d failures\n", failures);
   return failures != 0;
 }
