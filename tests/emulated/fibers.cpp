@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Runs the threads of a block as fibers.
 //
-// A fiber that has finished a thread starts the next, so threads that never wait cost no switch. For ThreadSanitizer each
-// thread of a block has a fiber of its own, because that is what it tells threads apart by; this file itself is then
-// compiled without it, with EMULATION_TSAN defined, so that only the kernels' accesses are seen.
+// A fiber that has finished a thread starts the next, so threads that never wait cost no switch. For ThreadSanitizer
+// each thread of a block has a fiber of its own, because that is what it tells threads apart by; this file itself is
+// then compiled without it, with EMULATION_TSAN defined, so that only the kernels' accesses are seen.
 #include <cuda_runtime.h>
 #include <ucontext.h>
 

@@ -3,8 +3,8 @@
 // same kernels: ptx_cases FILE.
 //
 // FILE holds, for each launch: name, blocks, threads, the parameter block, the number of memory ranges, and for each
-// range its DType, its address, its contents before and its contents after. Numbers are int64; a text or a block of bytes
-// has its size before it.
+// range its DType, its address, its contents before and its contents after. Numbers are int64; a text or a block of
+// bytes has its size before it.
 #include <cuda_runtime.h>
 
 #include <cmath>
@@ -64,9 +64,10 @@ void fill(char* to, DType dtype, int64_t count, bool state) {
     std::memcpy(&bits, &single, 4);
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint16_t bfloat = uint16_t(bits >> 16);
-    const uint16_t half = uint16_t((bits >> 16 & 0x8000u) | (magnitude < 0x38800000u   ? 0x0123u  // a subnormal
-                                                             : magnitude >= 0x47800000u ? 0x7c00u
-                                                                                        : (magnitude - (112u << 23)) >> 13));
+    const uint16_t half = uint16_t((bits >> 16 & 0x8000u) |
+                                   (magnitude < 0x38800000u    ? 0x0123u  // a subnormal
+                                    : magnitude >= 0x47800000u ? 0x7c00u
+                                                               : (magnitude - (112u << 23)) >> 13));
     char* at = to + i * size_of(dtype);
     switch (dtype) {
       case DType::kFloat32: std::memcpy(at, &single, 4); break;
@@ -129,7 +130,8 @@ void run(int optimizer, bool in_double, bool device_scalars) {
       if (operand >= kFirstState && !has_state(kStates, operand - kFirstState)) continue;
       const int64_t elements = types.strided ? 30 : item.numel;
       const int size = size_of(types.dtypes[operand]);
-      char* data = allocate(size_t((elements + types.misalignment) * size), types.dtypes[operand]) + types.misalignment * size;
+      char* data = allocate(size_t((elements + types.misalignment) * size), types.dtypes[operand]) +
+                   types.misalignment * size;
       fill(data, types.dtypes[operand], elements, operand >= kFirstState);
       item.data[operand] = data;
     }
@@ -164,8 +166,8 @@ void run(int optimizer, bool in_double, bool device_scalars) {
   if (cuda::run(optimizer, kStates, in_double, walk) != 0) std::abort();
   for (size_t i = 0; i < emulation::launches.size(); ++i) {
     const bool prepares = device_scalars && i == 0;
-    record(std::string(prepares ? "prepare" : "walk") + " " + Optimizer::kName + " " + (in_double ? "double" : "float") +
-               " " + std::to_string(kStates),
+    record(std::string(prepares ? "prepare" : "walk") + " " + Optimizer::kName + " " +
+               (in_double ? "double" : "float") + " " + std::to_string(kStates),
            i, emulation::launches[i]);
   }
 }

@@ -47,7 +47,8 @@ void draw(DType dtype, void* to, int64_t count, bool positive) {
     std::memcpy(&bits, &single, 4);
     char* at = static_cast<char*>(to) + i * size_of(dtype);
     const uint16_t bfloat = uint16_t(bits >> 16);
-    const uint16_t half = single == 0 ? 0 : uint16_t((bits >> 16 & 0x8000u) | ((bits & 0x7fffffffu) - (112u << 23)) >> 13);
+    const uint16_t half = single == 0 ? 0
+                                      : uint16_t((bits >> 16 & 0x8000u) | ((bits & 0x7fffffffu) - (112u << 23)) >> 13);
     switch (dtype) {
       case DType::kFloat32: std::memcpy(at, &single, 4); break;
       case DType::kFloat64: std::memcpy(at, &value, 8); break;
@@ -110,8 +111,8 @@ std::vector<Rule> rules() {
   };
 }
 
-Tensors make(const Rule& rule, const DType (&dtypes)[kMaxOperands], int64_t numel, const int (&misalignments)[kMaxOperands],
-             Arrangement arrangement, int32_t scalars) {
+Tensors make(const Rule& rule, const DType (&dtypes)[kMaxOperands], int64_t numel,
+             const int (&misalignments)[kMaxOperands], Arrangement arrangement, int32_t scalars) {
   Tensors tensors;
   tensors.device = {};
   tensors.device.numel = numel;
@@ -208,8 +209,8 @@ void check(const std::string& what, const Rule& rule, bool in_double, std::vecto
     bool same = counters[i] == float(expected);
     for (const Operand& operand : tensors[i].operands) same = same && operand.same();
     if (same) continue;
-    std::printf("FAIL %s %s: item %zu of %zu, %lld elements, differs from the CPU\n", rule.name.c_str(), what.c_str(), i,
-                tensors.size(), static_cast<long long>(tensors[i].host.numel));
+    std::printf("FAIL %s %s: item %zu of %zu, %lld elements, differs from the CPU\n", rule.name.c_str(), what.c_str(),
+                i, tensors.size(), static_cast<long long>(tensors[i].host.numel));
     if (++failures > 20) std::exit(1);
     return;
   }
@@ -249,8 +250,9 @@ void check_types_and_alignments(const Rule& rule) {
             std::vector<Tensors> tensors;
             for (int64_t numel : {0, 1, 2, 7, 8, 9, 15, 33, 130, 1023, 1024, 1031, 2055})
               tensors.push_back(make(rule, types.dtypes, numel, misalignments, arrangement, int32_t(numel % 3)));
-            check(std::string(types.name) + " misaligned by " + std::to_string(misalignment) + (alike ? "" : " in one") +
-                      " arrangement " + std::to_string(int(arrangement)) + " scalars " + std::to_string(int(scalars)),
+            check(std::string(types.name) + " misaligned by " + std::to_string(misalignment) +
+                      (alike ? "" : " in one") + " arrangement " + std::to_string(int(arrangement)) + " scalars " +
+                      std::to_string(int(scalars)),
                   rule, types.in_double, tensors, scalars);
           }
         }
@@ -264,7 +266,8 @@ void check_every_size(const Rule& rule) {
   for (int64_t numel = 0; numel <= 4097; ++numel) {
     const int shift = int(numel / 3 % 2 * 3);
     const int misalignments[kMaxOperands] = {shift, shift, shift, shift, shift};
-    tensors.push_back(make(rule, kTypes[numel % 3].dtypes, numel, misalignments, Arrangement::kDense, int32_t(numel % 2)));
+    tensors.push_back(
+        make(rule, kTypes[numel % 3].dtypes, numel, misalignments, Arrangement::kDense, int32_t(numel % 2)));
   }
   check("every size", rule, false, tensors, Scalars::kHost);
 }
@@ -307,9 +310,8 @@ void check_huge(const Rule& rule) {
       Tensors& item = tensors[0];
       item.device.numel = numel;
       for (size_t i = 0; i < item.places.size(); ++i)
-        item.device.data[item.places[i]] =
-            reinterpret_cast<void*>(reinterpret_cast<intptr_t>(item.operands[i].device()) -
-                                    (numel - tail) * size_of(item.operands[i].dtype));
+        item.device.data[item.places[i]] = reinterpret_cast<void*>(
+            reinterpret_cast<intptr_t>(item.operands[i].device()) - (numel - tail) * size_of(item.operands[i].dtype));
       emulation::settings.first_block = -1;
       check(std::string(types.name) + " huge", rule, types.in_double, tensors, Scalars::kHost);
       emulation::settings.first_block = 0;

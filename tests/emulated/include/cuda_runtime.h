@@ -2,8 +2,8 @@
 // CUDA C++ on the host, for tests: what the kernels and their launcher use of the CUDA runtime, with the same names.
 //
 // A launch runs its blocks one after another and returns when all are done. The threads of a block are fibers: one runs
-// until it ends or waits at a barrier, then the next one does. What a GPU would report, the launch returns: a misaligned
-// address, a configuration out of range. Host sanitizers see every access as the thread's own.
+// until it ends or waits at a barrier, then the next one does. What a GPU would report, the launch returns: a
+// misaligned address, a configuration out of range. Host sanitizers see every access as the thread's own.
 //
 // Not modelled: races between blocks, the order of writes to memory, warps that run divergent code in parallel.
 #pragma once
@@ -66,11 +66,11 @@ struct Launch {
 // What tests set and read. One OS thread's launches do not see another's.
 struct Settings {
   Order order = Order::kForward;
-  bool execute = true;          // false: a launch is only counted
-  int64_t first_block = 0;      // of each launch, those that run; a negative one counts from the last
+  bool execute = true;      // false: a launch is only counted
+  int64_t first_block = 0;  // of each launch, those that run; a negative one counts from the last
   int multiprocessors = 132;
   std::function<void(Launch&)> before_launch;  // set: parameters are recorded too
-  cudaError_t fail_with = cudaSuccess;  // what the next launch returns, once, without running
+  cudaError_t fail_with = cudaSuccess;         // what the next launch returns, once, without running
 };
 inline thread_local Settings settings;
 inline thread_local std::vector<Launch> launches;
