@@ -74,10 +74,12 @@ def module() -> ModuleType:
     target.mkdir(parents=True, exist_ok=True)
     sources = [FOLDER / "emulated_walk.cpp", FOLDER / "fibers.cpp", FOLDER / "bindings.cpp"]
     sources += [path for path in sorted((ROOT / "csrc/torch").glob("*.cpp")) if path.stem != "registry"]
-    return cpp_extension.load(
+    result = cpp_extension.load(
         "fused_ops_emulated",
         [str(path) for path in [*sources, *sorted((ROOT / "csrc/core/cpu").glob("*.cpp"))]],
         extra_cflags=[*FLAGS, "-O1", "-g0", "-fvisibility=hidden", "-DFUSED_OPS_CUDA", "-DFUSED_OPS_EMULATED"],
         extra_include_paths=[str(FOLDER / "include"), str(ROOT / "csrc")],
         build_directory=str(target),
     )
+    assert isinstance(result, ModuleType)
+    return result

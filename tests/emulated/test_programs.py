@@ -115,7 +115,7 @@ FAULTS = {
         "a failed launch is not reported",
     ),
     "lost rule": Fault(
-        "walk.cu", "walk_.workspace) + first_item : nullptr", "walk_.workspace) : nullptr", "differs from"
+        "walk.cu", "<const Rule*>(walk_.workspace) + first_item", "<const Rule*>(walk_.workspace)", "differs from"
     ),
     "metadata off by one": Fault("walk.cuh", ".first_chunk <= chunk)", ".first_chunk < chunk)", "FAIL|overflow"),
     "full metadata": Fault(

@@ -69,8 +69,8 @@ class Launch {
     const int words = item.layout ? strided_words(kOperands, item.layout->dims) : 0;
     const double step = parameters_.prepared ? 0 : walk_.scalars[item.scalars].step;
     int rule = rule_of(step);
-    if (rule == kMaxRules || (parameters_.records + 1) * int(sizeof(Record<kOperands>)) / 8 + strided_words_ + words >
-                                 parameters_.kWords) {
+    if (rule == kMaxRules ||
+        (parameters_.records + 1) * int(sizeof(Record<kOperands>)) / 8 + strided_words_ + words > parameters_.kWords) {
       if (const int error = run()) return error;
       start(index);
       rule = rule_of(step);
@@ -106,7 +106,8 @@ class Launch {
 
  private:
   void start(int64_t first_item) {
-    parameters_.prepared = reads_device_scalars(walk_) ? static_cast<const Rule*>(walk_.workspace) + first_item : nullptr;
+    parameters_.prepared = reads_device_scalars(walk_) ? static_cast<const Rule*>(walk_.workspace) + first_item
+                                                       : nullptr;
     parameters_.chunks = 0;
     parameters_.records = 0;
     rules_ = 0;
