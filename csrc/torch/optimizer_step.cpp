@@ -160,9 +160,8 @@ void OptimizerStep::reset(std::vector<double> hyperparameters) {
     std::memcpy(&values, hyperparameters_.data(), sizeof(values));
     return Optimizer::states(values);
   });
-  bucket_count_ = 0;
+  forget();
   layouts_.clear();
-  keep_alive_.clear();
   params_.clear();
   host_steps_.clear();
   memory_.clear();
@@ -423,9 +422,14 @@ bool OptimizerStep::run(const StepTensors& tensors) {
       for (size_t item = 0; item < bucket.items.size(); ++item) run_bucket(bucket, item, item + 1, tensors);
     }
   }
+  forget();
+  return true;
+}
+
+void OptimizerStep::forget() {
+  bucket_count_ = 0;
   for (const at::Tensor& tensor : keep_alive_) __builtin_prefetch(tensor.unsafeGetTensorImpl());
   keep_alive_.clear();
-  return true;
 }
 
 void OptimizerStep::run_bucket(Bucket& bucket, size_t first, size_t last, const StepTensors& tensors) {
@@ -451,7 +455,8 @@ void OptimizerStep::run_bucket(Bucket& bucket, size_t first, size_t last, const 
   };
   const at::Tensor grad_scale = on_device(tensors.grad_scale, at::kFloat);
   const at::Tensor found_inf = on_device(tensors.found_inf, at::kFloat);
-  const at::Tensor lr = on_device(tensors.lr, tensors.lr.defined() ? tensors.lr.scalar_type() : at::kFloat);
+  const at::Tensor lr = on_device(
+      tensors.lr, tensors.lr.defined() && tensors.lr.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   cuda::Walk walk{};
   walk.hyperparameters = hyperparameters_.data();
   walk.grad_factor = grad_factor;

@@ -68,6 +68,9 @@ class OptimizerStep {
   // can know (true where found_inf is on a device).
   bool run(const StepTensors& tensors);
 
+  // Drops what was added, and with it the gradients that it keeps alive.
+  void forget();
+
  private:
   // What one walk covers: tensors of one device and one compute type.
   struct Bucket {

@@ -108,6 +108,7 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<const std::string&>())
       .def("gather", &StepPlan::gather)
       .def("used_states", &StepPlan::used_states)
+      .def("forget", &StepPlan::forget)
       .def("run", &StepPlan::run);
   module.def("optimizer_schemas", &fused_ops::optimizer_schemas);
   module.def("cpu_info", &fused_ops::cpu_info);

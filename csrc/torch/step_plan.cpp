@@ -171,6 +171,7 @@ void StepPlan::find(Entry* block, size_t first, size_t count, PyObject* params, 
 std::pair<py::object, std::vector<int64_t>> StepPlan::gather(const py::list& params, const py::dict& state,
                                                              std::vector<double> hyperparameters, bool device_steps,
                                                              const std::vector<int64_t>& first) {
+  const std::unique_lock<std::mutex> lock = wait_until_idle();
   step_.reset(std::move(hyperparameters));
   std::optional<std::string> reason;
   std::vector<int64_t> lacking;
@@ -222,8 +223,24 @@ std::pair<py::object, std::vector<int64_t>> StepPlan::gather(const py::list& par
 
 bool StepPlan::run(const py::object& lr, const py::object& grad_scale, const py::object& found_inf) {
   const StepTensors tensors{tensor_or_undefined(lr), tensor_or_undefined(grad_scale), tensor_or_undefined(found_inf)};
-  py::gil_scoped_release release;
+  const py::gil_scoped_release release;
+  const std::lock_guard lock(busy_);  // taken after the interpreter lock is released, given back before it is taken
   return step_.run(tensors);
+}
+
+void StepPlan::forget() {
+  const std::unique_lock<std::mutex> lock = wait_until_idle();
+  step_.forget();
+}
+
+// Never waits with the interpreter lock held: who holds the other one may need it.
+std::unique_lock<std::mutex> StepPlan::wait_until_idle() {
+  std::unique_lock<std::mutex> lock(busy_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    const py::gil_scoped_release release;
+    lock.lock();
+  }
+  return lock;
 }
 
 }  // namespace fused_ops

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -34,6 +35,9 @@ class StepPlan {
   // Updates what was gathered; returns whether it did, as OptimizerStep::run.
   bool run(const py::object& lr, const py::object& grad_scale, const py::object& found_inf);
 
+  // Drops what was gathered, where it will not run.
+  void forget();
+
  private:
   struct Entry {  // where one parameter's things are
     PyObject* object;
@@ -61,12 +65,14 @@ class StepPlan {
   };
   static constexpr size_t kBlock = 12;
 
+  std::unique_lock<std::mutex> wait_until_idle();
   void find(Entry* block, size_t first, size_t count, PyObject* params, PyObject* state);
   PyObject* state_of(PyObject* param, PyObject* state, size_t index);
   static Pair local_pair(const Entry& entry);
   bool reads(size_t k) const;
   bool is_known(const Entry& entry, const Known& known) const;
 
+  std::mutex busy_;  // run() holds no interpreter lock: another thread that steps the same optimizer must wait
   OptimizerStep step_;
   std::vector<py::object> names_;  // of the states, then "step"
   std::vector<Known> known_;       // by position in the group

@@ -206,8 +206,12 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         if "capturable" in self.defaults:
             self._accelerator_graph_capture_health_check()
-        with torch.no_grad():
-            reason = self._fused_step()
+        try:
+            with torch.no_grad():
+                reason = self._fused_step()
+        finally:
+            for plan in self._plans:
+                plan.forget()
         if reason is not None:
             self._stock_step(reason)
         return loss

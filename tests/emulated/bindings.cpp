@@ -14,6 +14,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<const std::string&>())
       .def("gather", &StepPlan::gather)
       .def("used_states", &StepPlan::used_states)
+      .def("forget", &StepPlan::forget)
       .def("run", &StepPlan::run);
   module.def("take_launches", [] {  // since the last call: (blocks, threads, bytes of parameters)
     py::list launches;
