@@ -10,8 +10,15 @@ Example:
     >>> optimizer.step()
 """
 
+from importlib.metadata import PackageNotFoundError, version
+
 from fused_ops import optim
 from fused_ops._build import best_device, build_info
 from fused_ops.optim import fuse_optimizer
+
+try:
+    __version__ = version("fused_ops")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "unknown"
 
 __all__ = ["best_device", "build_info", "fuse_optimizer", "optim"]

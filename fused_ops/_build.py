@@ -35,7 +35,10 @@ def _mismatch() -> str | None:
     """Why this library cannot run under this torch; loading it would only name an undefined symbol."""
     config = _config()
     if not config:
-        return "fused_ops: the native library is not built. Run `pip install .` in its source tree."
+        return (
+            f"fused_ops: nothing is built in {os.path.dirname(__file__)}. If that is the source tree, run "
+            "`pip install -e .` in it; after `pip install .`, start Python in another folder."
+        )
     built, running = config["TORCH_VERSION"], str(torch.__version__)
     rebuild = f"but torch {running} is running: rebuild it with {REBUILD}."
     if _minor(built) != _minor(running):

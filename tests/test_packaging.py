@@ -102,7 +102,7 @@ UNUSABLE = {
     "newer torch": ("import torch; torch.__version__ = '99.1.0'", "torch 99.1.0 is running: rebuild it with"),
     "older torch": ("import torch; torch.__version__ = '2.4.1+cpu'", "torch 2.4.1+cpu is running: rebuild it with"),
     "library that cannot load": ("import sys; sys.modules['fused_ops._C'] = None", "cannot be loaded"),
-    "no library": ("import sys; sys.modules['fused_ops._build_config'] = None", "is not built"),
+    "no library": ("import sys; sys.modules['fused_ops._build_config'] = None", "nothing is built"),
 }
 
 

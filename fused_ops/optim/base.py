@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -23,7 +24,17 @@ def _schema(rule: str) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float:
+    if isinstance(value, str):
+        raise TypeError(f"expected a number in the parameter group, got the string {value!r}. Convert it with float().")
     return float(value.item() if isinstance(value, Tensor) else value)
+
+
+def _callers_stacklevel() -> int:
+    """How far up, seen from who calls this, the code lies that is neither torch's nor ours."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "fused_ops"):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 class _Gathered(NamedTuple):
@@ -146,6 +157,19 @@ class FusedOptimizer(Optimizer):
                     )
                     state[name] = like.fill_(self.initial_value(name, param, group))
 
+    def _check_incomplete_state(self, one: "_Gathered") -> None:
+        """A parameter with no state takes its first step; one with part of its state has lost the rest."""
+        if not _schema(self.rule)["counts_steps"]:
+            return  # as in torch.optim.SGD, a state that is not there starts now
+        for position in one.lacking:
+            state = self.state[one.group["params"][position]]
+            lost = [name for name in ("step", *one.plan.used_states()) if state.get(name) is None]
+            if state and lost:
+                raise RuntimeError(
+                    f"{type(self).__name__}: expected params[{position}] to have state[{lost[0]!r}], got none. "
+                    "Load a state_dict that has it, or clear the parameter's whole state to begin anew."
+                )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state_dict of this optimizer or of its torch.optim namesake; state keeps state_dtype, exactly."""
         # The parent casts each state to its parameter's dtype: take again what it was given, between the user's hooks.
@@ -240,6 +264,8 @@ class FusedOptimizer(Optimizer):
         if a_first_step and infinity_on_device and _number(found_inf) != 0:
             return None  # no counter tells that the next step is still the first one, so no state must
         for one in gathered:
+            self._check_incomplete_state(one)
+        for one in gathered:
             if not one.lacking:
                 continue
             self._create_state(one.group, one.lacking, one.plan.used_states(), infinity_on_device)
@@ -264,7 +290,11 @@ class FusedOptimizer(Optimizer):
             )
         if reason not in self._reasons_said:
             self._reasons_said.add(reason)
-            warnings.warn(f"{name}: running torch.optim's own step because {reason}.", UserWarning, stacklevel=4)
+            warnings.warn(
+                f"{name}: running torch.optim's own step because {reason}.",
+                UserWarning,
+                stacklevel=_callers_stacklevel(),
+            )
         scaling = {key: self.__dict__.pop(key) for key in ("grad_scale", "found_inf") if key in self.__dict__}
         try:
             if scaling.get("found_inf") is not None and _number(scaling["found_inf"]) != 0:

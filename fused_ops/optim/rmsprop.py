@@ -19,7 +19,7 @@ class RMSprop(FusedOptimizer, torch.optim.RMSprop):
 
     Args:
         params, lr, alpha, eps, weight_decay, momentum, centered, capturable, foreach, maximize, differentiable: as
-        torch.optim.RMSprop, with its defaults.
+        torch.optim.RMSprop, with its defaults. `fused`, which the other optimizers take, is accepted and ignored.
         state_dtype: see FusedOptimizer.
 
     Example:
