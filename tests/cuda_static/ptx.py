@@ -110,6 +110,8 @@ COMPARE: dict[str, Callable[..., Array]] = {
 def _compare(name: str, a: Array, b: Array) -> Array:
     if name == "nan":
         return np.isnan(a) | np.isnan(b)
+    if name == "num":
+        return ~(np.isnan(a) | np.isnan(b))
     if name in COMPARE:
         ordered = COMPARE[name](a, b)
         return ordered & ~(np.isnan(a) | np.isnan(b)) if a.dtype.kind == "f" else ordered
