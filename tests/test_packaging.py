@@ -426,7 +426,8 @@ def test_an_isolated_build_finds_the_installed_torch_and_packs_only_what_is_need
         command, capture_output=True, text=True, check=False, env={**os.environ, "FUSED_OPS_CUDA": "0"}
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    said = [line.strip() for line in result.stdout.splitlines() if "fused_ops: building" in line]
+    log = (result.stdout + result.stderr).splitlines()
+    said = [line.strip() for line in log if "fused_ops: building" in line]
     assert said == [f"fused_ops: building for torch {torch.__version__}, CPU only: FUSED_OPS_CUDA=0"]
     wheel = next(tmp_path.glob("fused_ops-*.whl"))
     names = zipfile.ZipFile(wheel).namelist()
