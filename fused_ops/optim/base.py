@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from fused_ops._build import load_native
+from fused_ops._build import check_device, load_native
 
 
 @functools.cache
@@ -141,6 +141,8 @@ class FusedOptimizer(Optimizer):
         schema = _schema(self.rule)
         for position in positions:
             param = group["params"][position]
+            if param.is_cuda:
+                check_device(param.device)
             state = self.state[param]
             on_device = device_steps or group.get("capturable") or group.get("fused")
             device = param.device if on_device else torch.device("cpu")
