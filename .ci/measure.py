@@ -49,7 +49,7 @@ def main() -> int:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     missed = "MISSED: " if seconds > limit_seconds or gigabytes > limit_gigabytes else ""
     print(
-        f"== {missed}{seconds:.0f} s (limit {limit_seconds:.0f}; {used.ru_utime + used.ru_stime:.0f} s of processor time, "
+        f"== {missed}{seconds:.0f} s (limit {limit_seconds:.0f}; {used.ru_utime + used.ru_stime:.0f} s of processor, "
         f"{len(os.sched_getaffinity(0))} cores), {gigabytes:.2f} GB (limit {limit_gigabytes:.2f}; "
         f"{peak_with_files / 1e9:.2f} with mapped files): {' '.join(command)}"
     )
