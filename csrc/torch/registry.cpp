@@ -1,11 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every operator's schema, and the Python module.
-#include <torch/csrc/utils/pybind.h>
+// Every operator's schema.
 #include <torch/library.h>
 
-#include "core/cpu/walk.h"
 #include "torch/checks.h"
-#include "torch/step_plan.h"
+#include "torch/optimizer_step.h"
 
 namespace fused_ops {
 namespace {
@@ -75,46 +73,5 @@ TORCH_LIBRARY(fused_ops, library) {
   }
 }
 
-py::dict optimizer_schemas() {
-  py::dict schemas;
-  for (const std::string& name : optimizer_names()) {
-    const int index = optimizer_index(name);
-    const OptimizerStep step(index);
-    schemas[py::str(name)] = py::dict(py::arg("states") = step.state_names(),
-                                      py::arg("counts_steps") = step.counts_steps(),
-                                      py::arg("hyperparameters") = hyperparameter_names(index));
-  }
-  return schemas;
-}
-
-py::dict cpu_info() {
-  std::vector<std::string> levels, supported;
-  for (int i = 0; i < cpu::kLevelCount; ++i) {
-    const auto level = cpu::Level(i);
-    if (cpu::level_compiled(level)) levels.push_back(cpu::level_name(level));
-    if (cpu::level_supported(level)) supported.push_back(cpu::level_name(level));
-  }
-  return py::dict(py::arg("levels") = levels, py::arg("supported") = supported,
-                  py::arg("chosen") = cpu::level_name(cpu::chosen_level()));
-}
-
 }  // namespace
 }  // namespace fused_ops
-
-PYBIND11_MODULE(_C, module) {
-  namespace py = pybind11;
-  using fused_ops::StepPlan;
-  py::class_<StepPlan>(module, "StepPlan")
-      .def(py::init<const std::string&>())
-      .def("gather", &StepPlan::gather)
-      .def("used_states", &StepPlan::used_states)
-      .def("forget", &StepPlan::forget)
-      .def("run", &StepPlan::run);
-  module.def("optimizer_schemas", &fused_ops::optimizer_schemas);
-  module.def("cpu_info", &fused_ops::cpu_info);
-  module.def("read_modify_write", [](const at::Tensor& tensor, int repetitions, int threads) {
-    if (!tensor.is_contiguous() || tensor.scalar_type() != at::kFloat)
-      fused_ops::fail("read_modify_write: expected a contiguous torch.float32 tensor.");
-    fused_ops::cpu::read_modify_write(tensor.data_ptr<float>(), tensor.numel(), repetitions, threads);
-  });
-}
