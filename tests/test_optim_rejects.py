@@ -310,3 +310,21 @@ def test_is_a_torch_optimizer(name: str) -> None:
     assert issubclass(ours, getattr(torch.optim, name))
     assert issubclass(ours, fused_ops.optim.FusedOptimizer)
     assert ours.__name__ == name
+
+
+def test_state_replaced_while_another_was_lost(backend: Backend) -> None:
+    """What a rejected step saw of a state must not pass for all of it once the rest is back."""
+    param = torch.nn.Parameter(torch.linspace(1, 2, 5, device=backend.device))
+    optimizer = backend.make("Adam", [param])
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    state = optimizer.state[param]
+    lost, replaced = state.pop("exp_avg_sq"), state["exp_avg"].clone()
+    state["exp_avg"] = replaced
+    with pytest.raises(RuntimeError, match="exp_avg_sq"):
+        optimizer.step()
+    state["exp_avg_sq"] = lost
+    before = replaced.clone()
+    optimizer.step()
+    assert (replaced != before).all()

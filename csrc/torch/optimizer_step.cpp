@@ -293,7 +293,6 @@ std::optional<std::string> OptimizerStep::lay_out(int64_t index, Item& item, con
 std::optional<std::string> OptimizerStep::add(int64_t index, const at::Tensor& param, at::Tensor grad,
                                               const at::Tensor* const* states, const at::Tensor* step, bool first,
                                               Found& found) {
-  found.usable = false;
   if (grad.is_conj() || grad.is_neg()) grad = grad.resolve_conj().resolve_neg();
   keep_alive_.push_back(std::move(grad));
   const at::Tensor* tensors[kMaxOperands] = {&param, &keep_alive_.back()};
