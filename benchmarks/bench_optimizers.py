@@ -5,8 +5,8 @@
     python benchmarks/bench_optimizers.py --quick --sets c d  # a first impression
     python benchmarks/bench_optimizers.py --compile --check   # with a compiled stock step; fails on a missed floor
 
-Every contender first takes three steps that are compared with a float64 stock optimizer. Writes optimizers.json,
-optimizers.md and optimizers.png to the output directory.
+Every contender first takes three steps that are compared with a float64 stock optimizer. Writes optimizers.json
+and optimizers.md to the output directory after every row, and optimizers.png at the end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from contenders import (
     bytes_per_element,
     contenders,
 )
-from floors import judge
+from floors import Verdict, judge
 from measurement import BandwidthLimit, Routine, Spread, competing_process, interleave, temporary_bytes, verify
 from parameter_sets import PARAMETER_SETS, ParameterSet, make_parameters
 from progress import Progress
@@ -214,6 +214,16 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def write(results: list[dict[str, Any]], machine: dict[str, Any], options: argparse.Namespace) -> list[Verdict]:
+    """Writes the record and the table; returns how the floors fared."""
+    verdicts = judge(results) if options.device.type == "cpu" else []
+    options.output.mkdir(parents=True, exist_ok=True)
+    record = {"machine": machine, "rows": results, "floors": [str(verdict) for verdict in verdicts]}
+    (options.output / "optimizers.json").write_text(json.dumps(record, indent=1) + "\n")
+    (options.output / "optimizers.md").write_text(markdown(machine, results, verdicts))
+    return verdicts
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     rows = planned_rows(options)
@@ -227,18 +237,15 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows:
         progress.advance(0, str(row))
         results.append(measure(row, options, limit))
+        write(results, machine, options)  # what was measured outlives an interruption
         progress.advance(1, str(row))
         gc.collect()
     progress.clear()
 
-    verdicts = judge(results) if options.device.type == "cpu" else []
+    verdicts = write(results, machine, options)
     print(markdown_table(results))
     for verdict in verdicts:
         print(verdict)
-    options.output.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine, "rows": results, "floors": [str(verdict) for verdict in verdicts]}
-    (options.output / "optimizers.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.output / "optimizers.md").write_text(markdown(machine, results, verdicts))
     subtitle = f"{machine['processor']}, torch {machine['torch']}, {machine['date']}; bars: medians, lines: quartiles"
     if not plot(results, options.output / "optimizers.png", subtitle):
         print("No plot: matplotlib is not installed, or no fp32 row was measured.")
