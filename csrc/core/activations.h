@@ -42,11 +42,6 @@ constexpr int parameter_count() {
 
 enum class Saved { kInput, kOutput };
 
-// The base of a Function without parameters.
-struct Parameterless {
-  FUSED_OPS_HD explicit Parameterless(const double*) {}
-};
-
 template <class T>
 FUSED_OPS_HD T relu(T x) {
   return x < T(0) ? T(0) : x;
@@ -63,8 +58,8 @@ struct Identity {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kOutput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return x; }
     FUSED_OPS_HD T derivative(T) const { return T(1); }
   };
@@ -76,8 +71,8 @@ struct ReLU {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kOutput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return relu(x); }
     FUSED_OPS_HD T derivative(T y) const { return y <= T(0) ? T(0) : T(1); }
   };
@@ -89,8 +84,8 @@ struct ReLUSquared {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return relu(x) * relu(x); }
     FUSED_OPS_HD T derivative(T x) const { return T(2) * relu(x); }
   };
@@ -102,8 +97,8 @@ struct GELU {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return x * probability(x, tail(x)); }
     FUSED_OPS_HD T derivative(T x) const { return fma(x, tail(x).density, probability(x, tail(x))); }
 
@@ -124,8 +119,8 @@ struct GELUTanh {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return x * logistic(x).value; }
     FUSED_OPS_HD T derivative(T x) const {
       const T slope = fma(T(3 * kB) * magnitude(x), magnitude(x), T(kA));
@@ -158,8 +153,8 @@ struct QuickGELU {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return x * logistic(x).value; }
     FUSED_OPS_HD T derivative(T x) const {
       return fma(x, T(1.702) * logistic(x).value * logistic(x).complement, logistic(x).value);
@@ -178,8 +173,8 @@ struct SiLU {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return x * Logistic<T>(x).value; }
     FUSED_OPS_HD T derivative(T x) const {
       const Logistic<T> logistic(x);
@@ -197,8 +192,8 @@ struct Mish {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return x * Parts(x).tanh_softplus; }
     FUSED_OPS_HD T derivative(T x) const {
       const Parts parts(x);
@@ -226,8 +221,8 @@ struct Sigmoid {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kOutput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return Logistic<T>(x).value; }
     FUSED_OPS_HD T derivative(T y) const { return y * (T(1) - y); }
   };
@@ -239,8 +234,8 @@ struct Tanh {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kOutput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return tanh(x); }
     FUSED_OPS_HD T derivative(T y) const { return (T(1) - y) * (T(1) + y); }
   };
@@ -285,8 +280,8 @@ struct SELU {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return x < T(0) ? kScaledAlpha * exponential(x).minus_one() : kScale * x; }
     FUSED_OPS_HD T derivative(T x) const { return x > T(0) ? kScale : exponential(x).times(kScaledAlpha); }
 
@@ -360,8 +355,8 @@ struct ReLU6 {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kOutput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return clamp(x, T(0), T(6)); }
     FUSED_OPS_HD T derivative(T y) const { return y > T(0) && y < T(6) ? T(1) : T(0); }
   };
@@ -373,8 +368,8 @@ struct Hardswish {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return x * (clamp(x + T(3), T(0), T(6)) * T(1.0 / 6)); }
     FUSED_OPS_HD T derivative(T x) const { return x <= T(-3) ? T(0) : x >= T(3) ? T(1) : fma(x, T(1.0 / 3), T(0.5)); }
   };
@@ -386,8 +381,8 @@ struct Hardsigmoid {
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
   template <class T>
-  struct Function : Parameterless {
-    using Parameterless::Parameterless;
+  struct Function {
+    FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return clamp(x + T(3), T(0), T(6)) * T(1.0 / 6); }
     FUSED_OPS_HD T derivative(T x) const { return x > T(-3) && x < T(3) ? T(1.0 / 6) : T(0); }
   };
