@@ -4,6 +4,7 @@
     python benchmarks/bench_optimizers.py                     # every row, about 15 minutes
     python benchmarks/bench_optimizers.py --quick --sets c d  # a first impression
     python benchmarks/bench_optimizers.py --compile --check   # with a compiled stock step; fails on a missed floor
+    python benchmarks/bench_optimizers.py --device cuda       # on a GPU: kernel and host times too
 
 Every contender first takes three steps that are compared with a float64 stock optimizer. Writes optimizers.json
 and optimizers.md to the output directory after every row, and optimizers.png at the end.
@@ -35,7 +36,19 @@ from contenders import (
     contenders,
 )
 from floors import Verdict, judge
-from measurement import BandwidthLimit, Routine, Spread, competing_process, interleave, temporary_bytes, verify
+from measurement import (
+    BandwidthLimit,
+    Clock,
+    Routine,
+    Spread,
+    competing_process,
+    host_seconds,
+    interleave,
+    kernel_seconds,
+    seconds,
+    temporary_bytes,
+    verify,
+)
 from parameter_sets import PARAMETER_SETS, ParameterSet, make_parameters
 from progress import Progress
 from report import markdown, markdown_table, plot
@@ -83,12 +96,31 @@ def planned_rows(options: argparse.Namespace) -> list[Row]:
         *rows(("AdamW", "RMSprop"), ("bf16", "fp32, bf16 states"), MODEL_SETS, threads=threads),
         *rows(("AdamW",), fp32, ("scalars",), threads=threads),
     ]
-    if options.device.type == "cpu":
+    if options.device.type == "cuda":
+        planned += rows(("AdamW", "RMSprop"), ("fp32", "bf16"), ("llama",), threads=threads)
+    else:
         planned += rows(("AdamW",), fp32, ("c",), threads=threads, competing=True)
         if threads > 1:
             planned += rows(everything, fp32, ("c", "d"), threads=1)
             planned += rows(("AdamW", "RMSprop"), fp32, ("a", "b"), threads=1)
     return planned
+
+
+def time_steps(
+    steps: dict[str, Routine], row: Row, options: argparse.Namespace, between: Routine
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds a step of every routine, by clock: one on the CPU, three on a GPU."""
+    clocks: dict[str, Clock] = {"milliseconds": seconds}
+    if options.device.type == "cuda":
+        clocks |= {"kernel_milliseconds": kernel_seconds, "host_milliseconds": host_seconds}
+    budget, rounds = (1.0, (5, 10)) if options.quick else (options.seconds, (7, 40))
+    with competing_process(row.competing):
+        return {
+            key: interleave(
+                steps, options.device, clock=clock, budget=budget / len(clocks), rounds=rounds, between=between
+            )
+            for key, clock in clocks.items()
+        }
 
 
 def measure(row: Row, options: argparse.Namespace, limit: BandwidthLimit) -> dict[str, Any]:
@@ -104,6 +136,8 @@ def measure(row: Row, options: argparse.Namespace, limit: BandwidthLimit) -> dic
     for contender in contenders(row.case, row.precision, row.compiled, options.peers):
         if row.competing and contender.name not in ("fused", OURS):
             continue  # stock's loop takes seconds a step when its threads wait for a busy core
+        if options.device.type == "cuda" and contender.name == "loop":
+            continue  # thousands of launches a step; foreach is what stock chooses by itself
         try:
             step = contender.make_step(parameters)
             errors[contender.name] = verify(step, parameters, row.case, contender)
@@ -118,14 +152,12 @@ def measure(row: Row, options: argparse.Namespace, limit: BandwidthLimit) -> dic
         for gradient in gradients:
             gradient.neg_()
 
-    budget, rounds = (1.0, (5, 10)) if options.quick else (options.seconds, (7, 40))
-    with competing_process(row.competing):
-        times = interleave(
-            {**steps, LIMIT: limit}, options.device, budget=budget, rounds=rounds, between=turn_gradients
-        )
+    timed = time_steps({**steps, LIMIT: limit}, row, options, turn_gradients)
+    times = timed["milliseconds"]
+    moving = timed.get("kernel_milliseconds", times)  # what counts against the bandwidth
     temporaries = {name: temporary_bytes(step, options.device) for name, step in steps.items()}
 
-    bandwidths = [limit.bytes_moved / seconds for seconds in times[LIMIT]]
+    bandwidths = [limit.bytes_moved / taken for taken in moving[LIMIT]]
     elements = row.parameter_set.numel
     result: dict[str, Any] = {
         "set": row.parameter_set.name,
@@ -133,6 +165,7 @@ def measure(row: Row, options: argparse.Namespace, limit: BandwidthLimit) -> dic
         "precision": row.precision.name,
         "threads": row.threads,
         "competing": row.competing,
+        "device": options.device.type,
         "tensors": len(parameters),
         "elements": elements,
         "limit_gigabytes_per_second": asdict(Spread.of([bandwidth / 1e9 for bandwidth in bandwidths])),
@@ -140,10 +173,10 @@ def measure(row: Row, options: argparse.Namespace, limit: BandwidthLimit) -> dic
         "contenders": {},
         "metrics": {},
     }
-    shows_bandwidth = row.parameter_set.name in MODEL_SETS
+    shows_bandwidth = row.parameter_set.name in (*MODEL_SETS, "llama")
     for name, contender in entrants.items():
         entry = result["contenders"][name] = {
-            "milliseconds": asdict(Spread.of([1e3 * seconds for seconds in times[name]])),
+            **{key: asdict(Spread.of([1e3 * taken for taken in values[name]])) for key, values in timed.items()},
             "gigabytes_per_second": None,
             "share_of_limit": None,
             "temporary_bytes": temporaries[name],
@@ -151,8 +184,8 @@ def measure(row: Row, options: argparse.Namespace, limit: BandwidthLimit) -> dic
         }
         if contender.exact and shows_bandwidth:
             moved = elements * bytes_per_element(row.case, dtype, contender.state_dtype)
-            entry["gigabytes_per_second"] = moved / Spread.of(times[name]).median / 1e9
-            shares = [moved / seconds / rate for seconds, rate in zip(times[name], bandwidths, strict=True)]
+            entry["gigabytes_per_second"] = moved / Spread.of(moving[name]).median / 1e9
+            shares = [moved / taken / rate for taken, rate in zip(moving[name], bandwidths, strict=True)]
             entry["share_of_limit"] = asdict(Spread.of(shares))
             if name == OURS:
                 result["metrics"]["share of limit"] = entry["share_of_limit"]["median"]
@@ -236,7 +269,12 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     for row in rows:
         progress.advance(0, str(row))
-        results.append(measure(row, options, limit))
+        try:
+            results.append(measure(row, options, limit))
+        except torch.OutOfMemoryError as error:
+            print(f"\nleft out: {row}: {str(error).splitlines()[0]}", file=sys.stderr)
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
         write(results, machine, options)  # what was measured outlives an interruption
         progress.advance(1, str(row))
         gc.collect()

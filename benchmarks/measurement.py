@@ -20,7 +20,9 @@ from contenders import LR, Contender, OptimizerCase
 from torch.nn import Parameter
 
 Routine = Callable[[], Any]
+Clock = Callable[[Routine, torch.device], float]
 
+FASTEST_CLOCK = 3e9  # Hz; no GPU's multiprocessors run faster
 VERIFIED_STEPS = 3
 VERIFIED_ELEMENTS = 64  # of every parameter
 
@@ -49,10 +51,36 @@ def seconds(routine: Routine, device: torch.device) -> float:
     return time.perf_counter() - start
 
 
+def host_seconds(routine: Routine, device: torch.device) -> float:
+    """Until the call returns, with nothing waiting on the device before it."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    routine()
+    taken = time.perf_counter() - start
+    torch.cuda.synchronize(device)
+    return taken
+
+
+def kernel_seconds(routine: Routine, device: torch.device) -> float:
+    """Between events around what the routine enqueues, on a device kept busy until all of it is enqueued.
+
+    A queue holds about a thousand launches: a routine that makes more waits for the device, and its waits count.
+    """
+    wait = 1.5 * host_seconds(routine, device) + 1e-4
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(round(wait * FASTEST_CLOCK))
+    start.record()
+    routine()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
 def interleave(
     routines: dict[str, Routine],
     device: torch.device,
     *,
+    clock: Clock = seconds,
     budget: float,
     rounds: tuple[int, int],
     between: Routine = lambda: None,
@@ -65,13 +93,14 @@ def interleave(
     median. The order rotates, so that no routine always follows the same other one.
 
     Args:
+        clock: how a call is timed.
         budget: seconds to spend; rounds stop when it is spent.
         rounds: at least and at most this many.
         between: called before each round, untimed.
     """
     calls = {}
     for name, routine in routines.items():
-        estimate = min(seconds(routine, device) for _ in range(2))
+        estimate = min(clock(routine, device) for _ in range(2))
         calls[name] = max(1, min(50, round(turn / estimate)))
     values: dict[str, list[float]] = {name: [] for name in routines}
     order = list(routines)
@@ -85,8 +114,8 @@ def interleave(
             between()
             order = order[1:] + order[:1]
             for name in order:
-                seconds(routines[name], device)
-                turns = [seconds(routines[name], device) for _ in range(calls[name])]
+                clock(routines[name], device)
+                turns = [clock(routines[name], device) for _ in range(calls[name])]
                 values[name].append(statistics.median(turns))
     finally:
         if collecting:
@@ -95,20 +124,24 @@ def interleave(
 
 
 class BandwidthLimit:
-    """Reads and writes a buffer in place, larger than any cache: the rate that no optimizer step can beat for long."""
+    """Reads and writes a buffer larger than any cache: the rate that no optimizer step can beat for long.
+
+    On the CPU in place; on a GPU as a device-to-device copy.
+    """
 
     def __init__(self, device: torch.device, megabytes: int = 512) -> None:
         self.buffer = torch.ones(megabytes << 18, device=device)  # fp32: 2^18 elements are a MiB
         self.bytes_moved = 2 * self.buffer.nbytes
-        self.native = None
         if device.type == "cpu":
             self.native = import_module("fused_ops._C").read_modify_write
+        else:
+            self.copy = torch.empty_like(self.buffer)
 
     def __call__(self) -> None:
-        if self.native is not None:
+        if self.buffer.is_cpu:
             self.native(self.buffer, 1, torch.get_num_threads())
         else:
-            self.buffer.mul_(1.0000001)
+            self.copy.copy_(self.buffer)
 
 
 def temporary_bytes(routine: Routine, device: torch.device) -> int | None:

@@ -58,6 +58,15 @@ def resnet50_shapes() -> list[Shape]:
     return [*shapes, (1000, in_channels), (1000,)]
 
 
+def llama_shapes() -> list[Shape]:
+    """The 146 parameters of a Llama model of 1B (16 blocks, width 2048, 8 of 32 heads for keys and values, tied
+    embedding): 1,235,814,400 elements."""
+    width, hidden, keys = 2048, 8192, 512
+    attention = [(width, width), (keys, width), (keys, width), (width, width)]
+    mlp = [(hidden, width), (hidden, width), (width, hidden)]
+    return [(128256, width), *(attention + mlp + [(width,), (width,)]) * 16, (width,)]
+
+
 def small_shapes(count: int = 2000, smallest: int = 256, largest: int = 4096, seed: int = 0) -> list[Shape]:
     """`count` vectors whose lengths are log-uniform between `smallest` and `largest`."""
     generator = random.Random(seed)
@@ -71,6 +80,7 @@ PARAMETER_SETS = {
         ParameterSet("b", "GPT-2 small, 148 tensors", tuple(gpt2_small_shapes())),
         ParameterSet("c", "2,000 small tensors", tuple(small_shapes())),
         ParameterSet("d", "ResNet-50, 161 tensors", tuple(resnet50_shapes())),
+        ParameterSet("llama", "Llama 1B, 146 tensors", tuple(llama_shapes())),
         # With one element a tensor the kernel costs next to nothing, so a step's time is its overhead.
         ParameterSet("scalars", "2,000 tensors of 1 element", ((1,),) * 2000),
     )

@@ -56,16 +56,21 @@ def table_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def markdown_table(rows: Iterable[dict[str, Any]]) -> str:
-    lines = [list(HEADER), *(table_cells(row) for row in rows)]
-    used = [index for index in range(len(HEADER)) if any(line[index] for line in lines[1:])]
-    widths = [max(len(line[index]) for line in lines) for index in used]
+def format_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """In markdown, without the columns that no line uses."""
+    table = [header, *lines]
+    used = [index for index in range(len(header)) if any(line[index] for line in table[1:])]
+    widths = [max(len(line[index]) for line in table) for index in used]
 
     def text(line: Sequence[str]) -> str:
         return "| " + " | ".join(line[index].ljust(width) for index, width in zip(used, widths, strict=True)) + " |"
 
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    return "\n".join([text(lines[0]), rule, *(text(line) for line in lines[1:])])
+    return "\n".join([text(table[0]), rule, *(text(line) for line in table[1:])])
+
+
+def markdown_table(rows: Iterable[dict[str, Any]]) -> str:
+    return format_table(HEADER, [table_cells(row) for row in rows])
 
 
 def markdown(machine: dict[str, Any], rows: Sequence[dict[str, Any]], verdicts: Sequence[Verdict]) -> str:
@@ -76,7 +81,8 @@ def markdown(machine: dict[str, Any], rows: Sequence[dict[str, Any]], verdicts: 
         "Milliseconds a step, medians; `quartiles` are those of ours. Ratios are medians of the ratios within a round, "
         "in which all contenders take turns. `of limit` compares with moving the bytes that the algorithm must move "
         "(each gradient read, each parameter and state read and written) at the rate of an in-place read-modify-write "
-        "of a 512 MiB buffer, measured in the same rounds; data that stays in a cache can exceed it.",
+        "(on a GPU, of a copy) of a 512 MiB buffer, measured in the same rounds; data that stays in a cache can exceed "
+        "it.",
         "\n".join(facts),
         "\n".join(sets),
         markdown_table(rows),
@@ -157,9 +163,11 @@ def plot(rows: Iterable[dict[str, Any]], path: Path, subtitle: str) -> bool:
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
 
-    handles: list[Any] = [Patch(color=colour, label=LABELS[name]) for name, colour in COLOURS.items()]
+    shown = [name for name in COLOURS if any(name in row["contenders"] for row in rows)]
+    handles: list[Any] = [Patch(color=COLOURS[name], label=LABELS[name]) for name in shown]
     handles.append(Line2D([], [], color="black", linewidth=1.4, label="memory bandwidth limit"))
-    title = f"One optimizer step, fp32, {threads} thread(s). Log scale; labels: speed-up over the best stock option"
+    where = "GPU" if rows[0].get("device") == "cuda" else f"{threads} thread(s)"
+    title = f"One optimizer step, fp32, {where}. Log scale; labels: speed-up over the best stock option"
     figure.suptitle(title, y=1 - 0.1 / height, fontsize=12)
     top = 1 - 0.32 / height
     figure.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, top), ncols=5, frameon=False, fontsize=9)

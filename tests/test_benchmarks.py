@@ -29,10 +29,16 @@ def load(name: str) -> Any:
     return importlib.import_module(name)
 
 
-# Counts of the published models, as torchvision and the GPT-2 paper's code report them.
+# Counts of the published models, as torchvision, the GPT-2 paper's code and Llama 3.2's model card report them.
 @pytest.mark.parametrize(
     ("name", "tensors", "elements"),
-    [("a", 1, 64 << 20), ("b", 148, 124_439_808), ("d", 161, 25_557_032), ("scalars", 2000, 2000)],
+    [
+        ("a", 1, 64 << 20),
+        ("b", 148, 124_439_808),
+        ("d", 161, 25_557_032),
+        ("llama", 146, 1_235_814_400),
+        ("scalars", 2000, 2000),
+    ],
 )
 def test_sizes_of_parameter_sets(name: str, tensors: int, elements: int) -> None:
     parameter_set = load("parameter_sets").PARAMETER_SETS[name]
@@ -272,6 +278,113 @@ def test_a_peer_that_raises_is_left_out(
     assert "left out: peer on scalars: AdamW fp32, 2 thread(s): no such kernel" in capsys.readouterr().err
     (row,) = json.loads((tmp_path / "optimizers.json").read_text())["rows"]
     assert list(row["contenders"]) == ["loop", "foreach", "fused", "fused_ops"]
+
+
+class FakeGpu:
+    """The host in a GPU's place: every call to torch.cuda that the benchmark makes, with a clock of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.enqueued: list[str] = []
+        self.now = 0.0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                gpu.enqueued.append("event")
+                self.at = gpu.now
+
+            def synchronize(self) -> None:
+                gpu.enqueued.append("synchronize")
+
+            def elapsed_time(self, end: Any) -> float:
+                return 1e3 * (end.at - self.at)
+
+        fakes = {
+            "Event": Event,
+            "_sleep": self.sleep,
+            "synchronize": lambda device: self.enqueued.append("synchronize"),
+            "get_device_name": lambda device: "Imaginary GPU",
+            "empty_cache": lambda: None,
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def sleep(self, cycles: int) -> None:
+        self.enqueued.append("sleep")
+        self.now += cycles / 2e9
+
+    def work(self, device_seconds: float, host_seconds: float) -> None:
+        self.enqueued.append("work")
+        self.now += device_seconds
+        time.sleep(host_seconds)
+
+
+def test_kernel_and_host_time_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    measurement, gpu = load("measurement"), FakeGpu(monkeypatch)
+    work = lambda: gpu.work(0.25, 0.01)  # noqa: E731
+    assert 0.01 <= measurement.host_seconds(work, torch.device("cuda")) < 0.1
+    assert gpu.enqueued == ["synchronize", "work", "synchronize"]
+    gpu.enqueued.clear()
+    before = gpu.now
+    assert measurement.kernel_seconds(work, torch.device("cuda")) == pytest.approx(0.25)
+    assert gpu.enqueued[3:] == ["sleep", "event", "work", "event", "synchronize"]
+    assert gpu.now - before - 0.5 >= 0.01  # the device was busy for as long as the host takes to enqueue
+
+
+@pytest.mark.usefixtures("tiny_sets")
+def test_the_benchmark_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench, sets, measurement = load("bench_optimizers"), load("parameter_sets"), load("measurement")
+    FakeGpu(monkeypatch)
+    milliseconds = {measurement.seconds: 4.0, measurement.kernel_seconds: 2.0, measurement.host_seconds: 1.0}
+    budgets = []
+
+    def interleave(routines: dict[str, Any], device: torch.device, **options: Any) -> dict[str, list[float]]:
+        budgets.append(options["budget"])
+        factors = {"fused": 1.5, "foreach": 3.0}
+        taken = milliseconds[options["clock"]] / 1e3
+        return {name: [factors.get(name, 1.0) * taken] * 5 for name in routines}
+
+    def make_parameters(shapes: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        if dtype == torch.bfloat16 and len(made) == 1:
+            made.append(None)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB")
+        made.append(sets.make_parameters(shapes, dtype, CPU))
+        return made[-1]
+
+    made: list[Any] = []
+    monkeypatch.setattr(bench, "interleave", interleave)
+    monkeypatch.setattr(bench, "make_parameters", make_parameters)
+    monkeypatch.setattr(bench, "BandwidthLimit", lambda device: measurement.BandwidthLimit(CPU, megabytes=1))
+    monkeypatch.setattr(bench, "temporary_bytes", lambda step, device: 0)
+    arguments = ["--device", "cuda", "--sets", "llama", "b", "--optimizers", "AdamW", "--precisions", "fp32", "bf16"]
+    assert bench.main([*arguments, "--no-peers", "--output", str(tmp_path)]) == 0
+    assert "left out: b: AdamW bf16, 2 thread(s): CUDA out of memory." in capsys.readouterr().err
+    rows = json.loads((tmp_path / "optimizers.json").read_text())["rows"]
+    assert [(r["set"], r["precision"]) for r in rows] == [("b", "fp32"), ("llama", "fp32"), ("llama", "bf16")]
+    assert budgets == [pytest.approx(2.0)] * 9
+    for entry in rows:
+        assert list(entry["contenders"]) == ["foreach", "fused", "fused_ops"]
+        ours = entry["contenders"]["fused_ops"]
+        assert [ours[f"{clock}milliseconds"]["median"] for clock in ("", "kernel_", "host_")] == [4.0, 2.0, 1.0]
+        assert entry["metrics"]["vs best stock"] == pytest.approx(1.5)
+        moved = 715 * (28 if entry["precision"] == "fp32" else 14)
+        assert ours["gigabytes_per_second"] == pytest.approx(moved / 2e-3 / 1e9)  # of kernel time
+        assert entry["metrics"]["share of limit"] == pytest.approx(moved / (2 << 20))
+
+    report = load("gpu_report")  # reads what this benchmark writes
+    assert report.row_cells(rows[0])[:10] == ["b", "AdamW", "fp32", "12", "6", "", "4", "1.50x", "2 / 3", "1 / 1.5"]
+    assert len(report.judge(rows)) == 1  # the sets are tiny: only the speed-up on set b is judged
+    if find_spec("matplotlib"):
+        gpu = {"name": "Imaginary GPU"}
+        record = {"rows": rows, "date": "2030-04-05", "environment": {"gpus": [gpu], "torch": "9.9"}}
+        (tmp_path / "record.json").write_text(json.dumps(record))
+        assert report.main(tmp_path / "record.json") == 0
+        assert (tmp_path / "record.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_competing_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
