@@ -35,8 +35,8 @@ bench: EXTRAS = [demo]
 bench: install  ## compare with stock PyTorch (see benchmarks/)
 	$(ENVIRONMENT_PYTHON) benchmarks/bench_optimizers.py $(BENCH_ARGS)
 
-gpu-check:  ## check the CUDA kernels on a GPU
-	@echo "gpu-check is not there yet: it will build, test and measure the CUDA kernels on a GPU." && exit 1
+gpu-check:  ## build, test and measure on a GPU, offline, with the torch that is there (see benchmarks/gpu_check.py)
+	@$(if $(wildcard $(ENVIRONMENT_PYTHON)),$(ENVIRONMENT_PYTHON),$(PYTHON)) benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit("fused_ops: expected Python >= 3.10, got %d.%d. Set PYTHON= to a newer one." \
