@@ -235,7 +235,7 @@ class Step:
 
 STEPS = (
     Step(build, 7, True),
-    Step(tests, 9, True),
+    Step(tests, 12, True),
     Step(memcheck, 5, True),
     Step(racecheck, 3, True),
     Step(benchmark, 9, False),

@@ -278,6 +278,7 @@ FAILURES: dict[str, tuple[str, int, str, str, int]] = {  # process, its exit sta
     "hazard": ("racecheck", 86, "========= Error: Race reported\n", "racecheck found errors", 1),
     "short set": ("memcheck", 1, "1 failed in 3.0s\n", "exit status 1: 1 failed in 3.0s", 1),
     "blind memcheck": ("planted", 0, "", "memcheck did not find a planted fault: exit status 0", 1),
+    "memcheck crash": ("planted", 1, "", "memcheck did not find a planted fault: exit status 1", 1),
     "benchmark": ("benchmark", 1, "RuntimeError: x\n", "exit status 1: RuntimeError: x", 0),
     "inductor": ("compiled", 1, "RuntimeError: x\n", "exit status 1: RuntimeError: x", 0),
     "plot": ("plot", 1, "no font\n", "exit status 1: no font", 0),
