@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+import pytest
 from reference import (
     DTYPES,
     LAYOUTS,
@@ -19,6 +18,10 @@ from reference import (
     assert_agrees,
     assert_gaps_untouched,
 )
+
+pytest.importorskip("hypothesis")
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 unit = st.floats(0.0, 0.95, allow_subnormal=False)
 rate = st.floats(1e-3, 0.1, allow_subnormal=False)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from reference import BACKENDS, OPTIMIZERS, Backend, Oracle, Problem, assert_agrees, assert_follows, stock, twin
+
+pytest.importorskip("expecttest")  # the database needs it
 from torch.testing._internal.common_optimizers import (
     OptimizerErrorEnum,
     _get_optim_inputs_including_global_cliquey_kwargs,
