@@ -12,7 +12,7 @@ Example:
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fused_ops import optim
+from fused_ops import functional, nn, optim
 from fused_ops._build import best_device, build_info
 from fused_ops.optim import fuse_optimizer
 
@@ -21,4 +21,4 @@ try:
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "unknown"
 
-__all__ = ["best_device", "build_info", "fuse_optimizer", "optim"]
+__all__ = ["best_device", "build_info", "functional", "fuse_optimizer", "nn", "optim"]

@@ -15,6 +15,12 @@ tensors that count the steps done; the operator increments them. Flags are float
 as one after the first, so give it zeros and dampening=0.0, or the buffers that it left. Shapes, dtypes and formulas
 are those of the classes in fused_ops.optim; what those would leave to torch.optim raises RuntimeError here.
 
+`torch.ops.fused_ops.feed_forward` is the operator behind fused_ops.functional, which says what it computes::
+
+    feed_forward(input, weight, bias, up_weight, up_bias, down_weight, down_bias, activation, parameters) -> Tensor
+
+It has kernels for autograd, autocast and function transforms, and can be compiled and exported.
+
 Example:
     >>> import torch
     >>> from fused_ops.ops import OPTIMIZER_OPS
@@ -25,6 +31,7 @@ Example:
     tensor([0.9000, 0.9000, 0.9000])
 """
 
+import math
 from typing import Any
 
 import torch
@@ -45,3 +52,45 @@ def _register() -> dict[str, torch._ops.OpOverload]:
 
 
 OPTIMIZER_OPS: dict[str, torch._ops.OpOverload] = _register()
+
+# Activations that a linear layer alone saves nothing but its output for.
+_SAVES_NO_HIDDEN = {name for name, _, saves_output in load_native().activation_schemas() if saves_output}
+
+
+def _hidden(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return input.new_empty((math.prod(input.shape[:-1]), weight.shape[0]))
+
+
+@torch.library.register_fake("fused_ops::feed_forward")
+def _(input, weight, bias, up_weight, up_bias, down_weight, down_bias, activation, parameters):
+    last = weight if down_weight is None else down_weight
+    return input.new_empty([*input.shape[:-1], last.shape[0]])
+
+
+@torch.library.register_fake("fused_ops::feed_forward_training")
+def _(input, weight, bias, up_weight, up_bias, down_weight, down_bias, activation, parameters):
+    last = weight if down_weight is None else down_weight
+    output, nothing = input.new_empty([*input.shape[:-1], last.shape[0]]), input.new_empty((0,))
+    block = up_weight is not None or down_weight is not None
+    saved = _hidden(input, weight) if block or activation not in _SAVES_NO_HIDDEN else nothing
+    return output, saved, _hidden(input, weight) if up_weight is not None else nothing
+
+
+@torch.library.register_fake("fused_ops::feed_forward_backward")
+def _(grad_out, input, weight, up_weight, down_weight, saved, up, activation, parameters, wanted):
+    def like(rows: Any, columns: Any) -> torch.Tensor:
+        return grad_out.new_empty((rows, columns))
+
+    out = grad_out.shape[-1]
+    hidden = saved.shape[-1] if saved is not None else out
+    features = input.shape[-1] if input is not None else weight.shape[1] if weight is not None else None
+    grads = (
+        lambda: grad_out.new_empty((*grad_out.shape[:-1], features)),
+        lambda: like(hidden, features),
+        lambda: grad_out.new_empty((hidden,)),
+        lambda: like(hidden, features),
+        lambda: grad_out.new_empty((hidden,)),
+        lambda: like(out, hidden),
+        lambda: grad_out.new_empty((out,)),
+    )
+    return [grad() for grad, is_wanted in zip(grads, wanted, strict=True) if is_wanted]

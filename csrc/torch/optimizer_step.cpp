@@ -11,6 +11,7 @@
 
 #include "core/optim/list.h"
 #include "torch/checks.h"
+#include "torch/storage_type.h"
 
 #if defined(FUSED_OPS_CUDA)
 #include <c10/cuda/CUDAGuard.h>
@@ -33,28 +34,6 @@ auto with_optimizer(int optimizer, Visitor&& visitor) {
 template <size_t kCount>
 std::vector<std::string> strings(const char* const (&names)[kCount]) {
   return {names, names + kCount};
-}
-
-// The storage type of a dtype, as real numbers.
-std::optional<DType> storage_type(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-    case at::kComplexFloat: return DType::kFloat32;
-    case at::kDouble:
-    case at::kComplexDouble: return DType::kFloat64;
-    case at::kHalf: return DType::kFloat16;
-    case at::kBFloat16: return DType::kBFloat16;
-    default: return std::nullopt;
-  }
-}
-
-// Whether the CUDA backend does a device's work. In the emulated build of tests/emulated it does the host's.
-bool on_cuda(at::Device device) {
-#if defined(FUSED_OPS_EMULATED)
-  return device.is_cpu();
-#else
-  return device.is_cuda();
-#endif
 }
 
 bool same_sizes(const at::Tensor& a, const at::Tensor& b) {

@@ -71,6 +71,18 @@ TORCH_LIBRARY(fused_ops, library) {
     library.impl((name + "_").c_str(), torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd,
                                                        torch::CppFunction::makeFromBoxedFunction<&step_operator>()));
   }
+
+  // hidden = act(input W^T + b) [* (input U^T + c)], output = hidden [D^T + d]; kernels in feed_forward_ops.cpp.
+  const std::string block =
+      "(Tensor input, Tensor weight, Tensor? bias, Tensor? up_weight, Tensor? up_bias, Tensor? down_weight, "
+      "Tensor? down_bias, str activation, float[] parameters) -> ";
+  library.def(("feed_forward" + block + "Tensor").c_str());
+  // Also what backward needs: the saved hidden tensor and the up projection, each empty where there is none.
+  library.def(("feed_forward_training" + block + "(Tensor, Tensor, Tensor)").c_str());
+  // The gradients of those arguments that are wanted.
+  library.def(
+      "feed_forward_backward(Tensor grad_out, Tensor? input, Tensor? weight, Tensor? up_weight, Tensor? down_weight, "
+      "Tensor? saved, Tensor? up, str activation, float[] parameters, bool[7] wanted) -> Tensor[]");
 }
 
 }  // namespace

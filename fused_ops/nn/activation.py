@@ -228,7 +228,8 @@ class Activation:
         if kind is nn.GELU:
             return cls._of_call(F.gelu, {"approximate": getattr(module, "approximate", None)})
         values = [getattr(module, parameter, None) for parameter in ACTIVATIONS[name]]
-        return cls(name, tuple(values)) if all(map(_is_number, values)) else None
+        numbers = tuple(filter(_is_number, values))
+        return cls(name, numbers) if len(numbers) == len(values) else None
 
     @classmethod
     def _of_call(cls, function: Any, keywords: dict[str, Any]) -> Activation | None:

@@ -16,6 +16,7 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
+#include "core/cpu/epilogue_impl.h"
 #include "core/cpu/walk_impl.h"
 
 #if defined(__clang__)

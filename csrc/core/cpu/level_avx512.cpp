@@ -18,6 +18,7 @@
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #endif
 
+#include "core/cpu/epilogue_impl.h"
 #include "core/cpu/walk_impl.h"
 
 #if defined(__clang__)

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+// Hands the passes to the loops of the chosen instruction set.
+#include "core/cpu/epilogue.h"
+
+#include "core/cpu/epilogue_tiles.h"
+#include "core/cpu/walk.h"
+
+namespace fused_ops {
+
+#define FUSED_OPS_DECLARE(level)                    \
+  namespace level {                                 \
+  void activate(const Activate& pass, int threads); \
+  void differentiate(const Differentiate&, int);    \
+  }
+inline FUSED_OPS_DECLARE(baseline)
+#if defined(__x86_64__)
+    FUSED_OPS_DECLARE(avx2) FUSED_OPS_DECLARE(avx512)
+#endif
+#undef FUSED_OPS_DECLARE
+
+        namespace cpu {
+
+  void activate(const Activate& pass, int threads) {
+#if defined(__x86_64__)
+    if (chosen_level() == Level::kAvx512) return avx512::activate(pass, threads);
+    if (chosen_level() == Level::kAvx2) return avx2::activate(pass, threads);
+#endif
+    baseline::activate(pass, threads);
+  }
+
+  int64_t workspace_bytes(const Differentiate& pass) {
+    const int64_t sums = (pass.grad_bias != nullptr) + (pass.grad_up_bias != nullptr);
+    const Tiling tiling = tile(pass.rows, pass.columns, pass.stride);
+    return sums * tiling.row_chunks * pass.columns * (pass.dtype == DType::kFloat64 ? 8 : 4);
+  }
+
+  void differentiate(const Differentiate& pass, int threads) {
+#if defined(__x86_64__)
+    if (chosen_level() == Level::kAvx512) return avx512::differentiate(pass, threads);
+    if (chosen_level() == Level::kAvx2) return avx2::differentiate(pass, threads);
+#endif
+    baseline::differentiate(pass, threads);
+  }
+
+}  // namespace cpu
+}  // namespace fused_ops

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+// A feed-forward block in native code, without autograd:
+//
+//   hidden = act(input W^T + b) [* (input U^T + c)],     output = hidden [D^T + d]
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <string>
+
+#include "torch/activations.h"
+
+namespace fused_ops {
+
+// The tensors of one call, in the order of the operator's arguments; undefined where there is none.
+enum Operand { kInput, kWeight, kBias, kUpWeight, kUpBias, kDownWeight, kDownBias, kOperands };
+using Operands = std::array<at::Tensor, kOperands>;
+
+struct Forward {
+  at::Tensor output;
+  at::Tensor saved;  // undefined where backward needs nothing, or the output itself
+  at::Tensor up;     // undefined without a gate
+};
+
+// Raises where the operands do not fit together, before anything is computed.
+void check_operands(const Operands& operands);
+
+// Whether this file can do the work: floating-point strided tensors of one dtype on the CPU or a CUDA device.
+bool is_native(const Operands& operands);
+
+Forward forward(const ActivationCall& activation, const Operands& operands, bool training);
+
+// What backward may do with memory that nobody else will read again.
+struct Reuse {
+  bool grad_out = false, saved = false;
+};
+
+// The gradients of the operands that are `wanted`. Of the operands, those are needed that the wanted ones are made of:
+// input for weights, weights for input. A defined `accumulate_into` takes the gradient of that weight by addition
+// instead of it being returned.
+Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, const Operands& operands,
+                  const at::Tensor& saved, const at::Tensor& up, const std::array<bool, kOperands>& wanted, Reuse reuse,
+                  const Operands& accumulate_into = {});
+
+// What `forward` saves where it saves neither the output nor nothing: act(pre) where the activation is differentiated
+// from its output, else pre; with its bias.
+bool saves_output(const ActivationCall& activation, const Operands& operands);
+bool saves_nothing(const ActivationCall& activation, const Operands& operands);
+
+}  // namespace fused_ops

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of weights added straight to where they accumulate, by the matrix product that computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+in_use = False  # whether any weight was ever marked: until then no call looks for marks
+_MARK = "fused_ops_accumulate_grad"
+
+
+def of(weights: Sequence[Tensor | None]) -> tuple[bool, tuple[Tensor | None, ...]]:
+    """Whether gradients of these weights are to be added in place, and each one's main_grad."""
+    marked = [weight is not None and getattr(weight, _MARK, False) for weight in weights]
+    if not any(marked):
+        return False, ()
+    return True, tuple(getattr(weight, "main_grad", None) for weight in weights)
+
+
+def _wrapper(module: nn.Module) -> str | None:
+    """The class of a wrapper within the module that has to see every gradient, or None."""
+    for child in module.modules():
+        name = type(child).__name__
+        if name in ("DistributedDataParallel", "FullyShardedDataParallel") or hasattr(child, "_get_fsdp_state"):
+            return name
+    return None
+
+
+def _hooked(weights: Iterable[tuple[str, Tensor]]) -> str | None:
+    for name, weight in weights:
+        if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+            return name
+    return None
+
+
+def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
+    """Lets backward add the gradients of weights of fused layers to their existing .grad, within the matrix product.
+
+    Stock PyTorch computes the gradient of each micro-batch into fresh memory and then adds that to .grad: for a weight
+    of n bytes, 4 n bytes are moved besides the product (the new gradient written and read, .grad read and written). Here
+    the product reads and writes .grad itself, 2 n bytes. Keep gradients between steps for it to help from the first
+    micro-batch on: optimizer.zero_grad(set_to_none=False).
+
+    A weight with an attribute `main_grad`, a tensor of its shape and of any floating-point dtype, has its gradient added
+    to that one and .grad left alone.
+
+    Where somebody would miss the gradient it is returned to autograd as ever: torch.autograd.grad,
+    backward(inputs=...), create_graph=True, hooks on the weight, torch.compile, and operations other than fused_ops'.
+
+    Args:
+        module: whose 2-dimensional parameters are marked; a copy of the module is not.
+        enabled: False unmarks them.
+
+    Returns:
+        The number of weights marked or unmarked.
+
+    Raises:
+        ValueError: the module holds DistributedDataParallel or a fully sharded module, or a weight has hooks; these have
+            to see each gradient.
+
+    Example:
+        >>> layer = LinearAct(4, 2)
+        >>> accumulate_grad(layer)
+        1
+    """
+    global in_use
+    weights = [(name, parameter) for name, parameter in module.named_parameters() if parameter.dim() == 2]
+    if enabled:
+        if (wrapper := _wrapper(module)) is not None:
+            raise ValueError(
+                f"accumulate_grad: expected a module without wrappers that reduce gradients, got a {wrapper}. "
+                "Leave accumulation to it, e.g. within its no_sync()."
+            )
+        if (name := _hooked(weights)) is not None:
+            raise ValueError(
+                f"accumulate_grad: expected weights without hooks, got one on {name}. Remove the hook: it would not run."
+            )
+        in_use = True
+    for _, weight in weights:
+        setattr(weight, _MARK, enabled)
+    return len(weights)
