@@ -91,88 +91,105 @@ FUSED_OPS_HD Extended<T> multiply(T x, const Extended<T>& y) {
   return {high, fma(x, y.low, fma_cancelling(x, y.high, -high))};
 }
 
-// c0 + c1 * x + c2 * x^2 + ...
+// c0 + c1 * x + c2 * x^2 + ..., two coefficients at a time: the chain of roundings is half as long as Horner's.
 template <class T>
-FUSED_OPS_HD T polynomial(T, T coefficient) {
-  return coefficient;
+FUSED_OPS_HD T polynomial(T, T, T c0) {
+  return c0;
 }
-template <class T, class... Coefficients>
-FUSED_OPS_HD T polynomial(T x, T coefficient, Coefficients... rest) {
-  return fma(x, polynomial(x, rest...), coefficient);
+template <class T>
+FUSED_OPS_HD T polynomial(T x, T, T c0, T c1) {
+  return fma(x, c1, c0);
+}
+template <class T, class... Rest>
+FUSED_OPS_HD T polynomial(T x, T square, T c0, T c1, Rest... rest) {
+  return fma(square, polynomial(x, square, rest...), fma(x, c1, c0));
 }
 
 // The polynomials below have the smallest greatest relative error (Remez, 1934), fitted anew to the remaining
 // coefficients as each is rounded to T.
 
 template <class T>
-struct ExponentialConstants;
+struct DecayConstants;
 
 template <>
-struct ExponentialConstants<float> {
+struct DecayConstants<float> {
   using Bits = uint32_t;
   static constexpr int kFractionBits = 23, kBias = 127, kLift = 24;
   static constexpr float kUnlift = 0x1p-24f;
-  static constexpr float kLowest = -105.0f;     // the exponential rounds to 0 from here on
+  static constexpr float kEnd = 105.0f;         // e^-t rounds to 0 from here on
   static constexpr float kRounder = 0x1.8p23f;  // adding it leaves an integer in the low bits
   static constexpr float kLog2E = 0x1.715476p+0f;
   static constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;  // high: exact times 8 bits
 };
 
 template <>
-struct ExponentialConstants<double> {
+struct DecayConstants<double> {
   using Bits = uint64_t;
   static constexpr int kFractionBits = 52, kBias = 1023, kLift = 53;
   static constexpr double kUnlift = 0x1p-53;
-  static constexpr double kLowest = -746.0;
+  static constexpr double kEnd = 746.0;
   static constexpr double kRounder = 0x1.8p52;
   static constexpr double kLog2E = 0x1.71547652b82fep+0;
-  static constexpr double kLn2High = 0x1.62e42fefa3800p-1, kLn2Low = 0x1.ef35793c76730p-45;  // exact times 11 bits
+  static constexpr double kLn2High = 0x1.62e42fefa3800p-1,
+                          kLn2Low = 0x1.ef35793c76730p-45;  // high: exact times 11 bits
 };
 
 // (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2.
-FUSED_OPS_HD float exponential_remainder(float r) {
-  return polynomial(r, 0x1.fffffep-2f, 0x1.5554a8p-3f, 0x1.555796p-5f, 0x1.122e32p-7f, 0x1.6ac176p-10f);
+FUSED_OPS_HD float exponential_remainder(float r, float square) {
+  return polynomial(r, square, 0x1.fffffep-2f, 0x1.5554a8p-3f, 0x1.555796p-5f, 0x1.122e32p-7f, 0x1.6ac176p-10f);
 }
-FUSED_OPS_HD double exponential_remainder(double r) {
-  return polynomial(r, 0.5, 0x1.5555555555559p-3, 0x1.555555555553ep-5, 0x1.111111110f685p-7, 0x1.6c16c16c1f19bp-10,
-                    0x1.a01a01affa79fp-13, 0x1.a01a017ba2536p-16, 0x1.71ddf81185b4fp-19, 0x1.27e535fe51745p-22,
-                    0x1.af5f4781daba8p-26, 0x1.1ee992047b8c5p-29);
+FUSED_OPS_HD double exponential_remainder(double r, double square) {
+  return polynomial(r, square, 0.5, 0x1.5555555555559p-3, 0x1.555555555553ep-5, 0x1.111111110f685p-7,
+                    0x1.6c16c16c1f19bp-10, 0x1.a01a01affa79fp-13, 0x1.a01a017ba2536p-16, 0x1.71ddf81185b4fp-19,
+                    0x1.27e535fe51745p-22, 0x1.af5f4781daba8p-26, 0x1.1ee992047b8c5p-29);
 }
 
-// e^x for x <= 0, not yet rounded: x = n ln(2) + r, |r| <= ln(2) / 2, e^x = 2^n (1 + (e^r - 1)).
+// e^-t for t >= 0, not yet rounded: t = n ln(2) - r, |r| <= ln(2) / 2, e^-t = 2^-n (1 + (e^r - 1)).
 template <class T>
-class Exponential {
-  using C = ExponentialConstants<T>;
-  T scale_;   // 2^(n + kLift), since 2^n may be subnormal
-  T growth_;  // e^r - 1
+class Decay {
+  using C = DecayConstants<T>;
+  T scale_, growth_;  // 2^-n, subnormal at the end, and e^r - 1
 
  public:
-  FUSED_OPS_HD explicit Exponential(T x) : Exponential(x, T(0)) {}
-  FUSED_OPS_HD explicit Exponential(const Extended<T>& x) : Exponential(x.high, x.high < C::kLowest ? T(0) : x.low) {}
-
-  FUSED_OPS_HD T value() const { return scale_ * (T(1) + growth_) * C::kUnlift; }
-  FUSED_OPS_HD T times(T factor) const { return scale_ * fma(growth_, factor, factor) * C::kUnlift; }
-  FUSED_OPS_HD T minus_one() const {
-    const T scale = scale_ * C::kUnlift;
-    return fma(scale, growth_, scale - T(1));
+  FUSED_OPS_HD explicit Decay(T t) {
+    t = t > C::kEnd ? C::kEnd : t;
+    const T n = split(t);
+    grow(fma(n, C::kLn2Low, fma(n, C::kLn2High, -t)));
+  }
+  // t.high <= kEnd: see limited().
+  FUSED_OPS_HD explicit Decay(const Extended<T>& t) {
+    const T n = split(t.high);
+    grow(fma(n, C::kLn2High, -t.high) + fma(n, C::kLn2Low, -t.low));
+  }
+  FUSED_OPS_HD static Extended<T> limited(const Extended<T>& t) {
+    return {t.high > C::kEnd ? C::kEnd : t.high, t.high > C::kEnd ? T(0) : t.low};
   }
 
+  FUSED_OPS_HD T value() const { return fma(scale_, growth_, scale_); }
+  FUSED_OPS_HD T times(T factor) const { return scale_ * fma(growth_, factor, factor); }
+  FUSED_OPS_HD T one_plus() const { return fma(scale_, growth_, T(1) + scale_); }
+  FUSED_OPS_HD T one_minus() const { return fma(-scale_, growth_, T(1) - scale_); }
+
  private:
-  FUSED_OPS_HD Exponential(T x, T low) {
-    x = x < C::kLowest ? C::kLowest : x;
-    const T rounded = fma(x, C::kLog2E, C::kRounder);
-    const T n = rounded - C::kRounder;
-    const T r = fma(-n, C::kLn2Low, fma(-n, C::kLn2High, x)) + low;
-    growth_ = fma(r * r, exponential_remainder(r), r);
+  // Sets scale_; returns n.
+  FUSED_OPS_HD T split(T t) {
+    const T rounded = fma(t, C::kLog2E, C::kRounder);
     using Bits = typename C::Bits;
-    scale_ = bit_cast<T>((bit_cast<Bits>(rounded) + Bits(C::kBias + C::kLift)) << C::kFractionBits);
+    const Bits lifted = (Bits(C::kBias + C::kLift) - bit_cast<Bits>(rounded)) << C::kFractionBits;
+    scale_ = bit_cast<T>(lifted) * C::kUnlift;
+    return rounded - C::kRounder;
+  }
+  FUSED_OPS_HD void grow(T r) {
+    const T square = r * r;
+    growth_ = fma(square, exponential_remainder(r, square), r);
   }
 };
 
 // ln(1 + u) for 0 <= u <= 1.
 FUSED_OPS_HD float log1p(float u) {
-  return fma(u * u,
-             polynomial(u, -0x1.ffffd2p-2f, 0x1.554dd4p-2f, -0x1.ff249ep-3f, 0x1.9350ecp-3f, -0x1.3a5890p-3f,
+  const float square = u * u;
+  return fma(square,
+             polynomial(u, square, -0x1.ffffd2p-2f, 0x1.554dd4p-2f, -0x1.ff249ep-3f, 0x1.9350ecp-3f, -0x1.3a5890p-3f,
                         0x1.b50602p-4f, -0x1.d77cdep-5f, 0x1.4a113ap-6f, -0x1.b13bdep-9f),
              u);
 }
@@ -180,7 +197,7 @@ FUSED_OPS_HD double log1p(double u) { return ::log1p(u); }
 
 template <class T>
 FUSED_OPS_HD T tanh(T x) {
-  const T fall = -Exponential<T>(T(-2) * abs(x)).minus_one();
+  const T fall = Decay<T>(T(2) * abs(x)).one_minus();
   return copysign(fall / (T(2) - fall), x);
 }
 
@@ -188,37 +205,42 @@ FUSED_OPS_HD T tanh(T x) {
 template <class T>
 struct Logistic {
   T value, complement;
-  FUSED_OPS_HD explicit Logistic(T x) : Logistic(x, Exponential<T>(-abs(x))) {}
+  FUSED_OPS_HD explicit Logistic(T x) : Logistic(x, Decay<T>(abs(x))) {}
   // From e^-|x|, and any number of x's sign.
-  FUSED_OPS_HD Logistic(T sign, const Exponential<T>& decay) {
-    const T larger = T(1) / (T(1) + decay.value());
-    const T smaller = decay.times(larger);
+  FUSED_OPS_HD Logistic(T sign, const Decay<T>& decay) {
+    const T smaller = decay.times(T(1) / decay.one_plus());
+    const T larger = T(1) - smaller;
     value = sign < T(0) ? smaller : larger;
     complement = sign < T(0) ? larger : smaller;
   }
 };
 
-// The standard normal distribution at a <= 0: P(X <= a) and its density, both with a small relative error.
+// The standard normal distribution at -a, 0 <= a <= kEnd: P(X <= -a) and its density, both with a small relative error.
 template <class T>
 struct NormalTail {
+  static constexpr T kEnd = sizeof(T) == sizeof(float) ? T(14.45) : T(38.615);  // both round to 0
   T probability, density;
   FUSED_OPS_HD explicit NormalTail(T a) {
-    const T square = a * a;
-    const Exponential<T> decay(Extended<T>(T(-0.5) * square, T(-0.5) * fma_cancelling(a, a, -square)));
+    const T square = a * a, square_error = fma_cancelling(a, a, -square);
+    const Decay<T> decay(Extended<T>(T(0.5) * square, T(0.5) * square_error));
     density = decay.times(T(0.39894228040143268));
-    probability = tail(a, decay);
+    probability = tail(a, square, density, decay);
   }
 
  private:
-  // The ratio of the two is a smooth function, here a rational one; its positive coefficients cannot cancel.
-  FUSED_OPS_HD static float tail(float a, const Exponential<float>& decay) {
-    const float m = -a;
-    return decay.times(
-        polynomial(m, 0.5f, 0x1.c04cd0p-2f, 0x1.766df4p-3f, 0x1.4ba738p-5f, 0x1.0c1e3cp-8f) /
-        polynomial(m, 1.0f, 0x1.ac6896p+0f, 0x1.336d4ep+0f, 0x1.df9fe8p-2f, 0x1.9fb130p-4f, 0x1.500844p-7f));
+  // The ratio of the two (Mills, 1926) falls like 1 / a. In the form p / (1 + a * (sqrt(2 pi) * p + q)) the
+  // coefficients are positive, and cannot cancel, and far out the errors of p and q hardly matter.
+  FUSED_OPS_HD static float tail(float a, float square, float, const Decay<float>& decay) {
+    const float p = fma(
+        a, polynomial(a, square, 0x1.15d08cp-1f, 0x1.218d94p-2f, 0x1.5d6054p-4f, 0x1.e80aeep-7f, 0x1.45e45ep-10f),
+        0.5f);
+    const float q = polynomial(a, square, 0x1.427306p-1f, 0x1.a9cf86p-3f, 0x1.31b544p-5f, 0x1.987c52p-9f);
+    return decay.times(p / fma(a, fma(0x1.40d932p+1f, p, q), 1.0f));
   }
-  FUSED_OPS_HD static double tail(double a, const Exponential<double>&) {
-    return 0.5 * ::erfc(a * -0.70710678118654752);
+  // libm's error function, and what the rounding of its argument takes from it.
+  FUSED_OPS_HD static double tail(double a, double, double density, const Decay<double>&) {
+    const Extended<double> x = multiply(a, Extended<double>(0x1.6a09e667f3bcdp-1, -0x1.bdd3413b26456p-55));
+    return fma(-1.4142135623730950 * x.low, density, 0.5 * ::erfc(x.high));
   }
 };
 
