@@ -49,3 +49,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "emulated":
         monkeypatch.setattr("fused_ops.optim.base.load_native", emulated_native)
     return BACKENDS[request.param]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    """For what is one operator on every device."""
+    reason = missing(request.param)
+    if reason:
+        pytest.skip(reason)
+    return request.param
