@@ -234,8 +234,8 @@ class Step:
 
 
 STEPS = (
-    Step(build, 7, True),
-    Step(tests, 12, True),
+    Step(build, 18, True),
+    Step(tests, 14, True),
     Step(memcheck, 5, True),
     Step(racecheck, 3, True),
     Step(benchmark, 9, False),
