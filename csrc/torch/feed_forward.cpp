@@ -3,11 +3,11 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 
 #include "core/cpu/epilogue.h"
+#include "torch/buffer_pool.h"
 #include "torch/checks.h"
 #include "torch/gemm.h"
 #include "torch/storage_type.h"
@@ -199,14 +199,14 @@ Forward forward(const ActivationCall& activation, const Operands& operands, bool
   } else {
     auto [pre, has_bias] = product_with_bias(rows, operands[kWeight].t(), bias);
     const bool from_output = activation.saved == Saved::kOutput;
-    hidden = training && !from_output ? at::empty_like(pre) : pre;
+    hidden = training && !from_output ? empty_buffer_like(pre) : pre;
     Activate pass = activate_pass(activation, pre, has_bias ? at::Tensor() : bias, hidden);
     pass.store_pre = training && !from_output;
     at::Tensor up, up_bias;
     if (gated) {
       if (training && from_output) {  // what is saved is act(pre), which has a pass of its own
         run(pass, pre);
-        hidden = at::empty_like(pre);
+        hidden = empty_buffer_like(pre);
         pass = activate_pass(identity(), pre, {}, hidden);
         pass.store_pre = true;
       }
@@ -272,14 +272,14 @@ Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, 
     pass.saved = matrix.const_data_ptr();
     pass.up = data_or_null(up);
     pass.grad_out = grad_hidden.const_data_ptr();
-    if (!own_grad) grad_pre = reuse.saved && !hidden_wanted ? matrix : at::empty_like(grad_hidden);
+    if (!own_grad) grad_pre = reuse.saved && !hidden_wanted ? matrix : empty_buffer_like(grad_hidden);
     pass.grad_pre = grad_pre.mutable_data_ptr();
     if (up.defined()) {
-      grad_up = reuse.saved ? up : at::empty_like(up);
+      grad_up = reuse.saved ? up : empty_buffer_like(up);
       pass.grad_up = grad_up.mutable_data_ptr();
     }
     if (hidden_wanted && (up.defined() || activation.saved == Saved::kInput)) {
-      hidden = reuse.saved ? matrix : at::empty_like(matrix);
+      hidden = reuse.saved ? matrix : empty_buffer_like(matrix);
       pass.hidden = hidden.mutable_data_ptr();
     }
     if (wanted[kBias]) grads[kBias] = at::empty({pass.columns}, matrix.options());
@@ -292,7 +292,7 @@ Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, 
     pass.grad_up_bias = mutable_data_or_null(grads[kUpBias]);
     run(pass, matrix);
   } else if (hidden_wanted && (up.defined() || activation.saved == Saved::kInput)) {
-    hidden = at::empty_like(saved);
+    hidden = empty_buffer_like(saved);
     const ActivationCall& value = activation.saved == Saved::kInput ? activation : identity();
     Activate pass = activate_pass(value, saved, {}, hidden);
     pass.up = mutable_data_or_null(up);

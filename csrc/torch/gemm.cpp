@@ -10,6 +10,8 @@
 #include <memory>
 #include <unordered_map>
 
+#include "torch/buffer_pool.h"
+
 namespace fused_ops {
 namespace {
 
@@ -56,7 +58,12 @@ at::Tensor product_by(Provider provider, const at::Tensor& a, const at::Tensor& 
   if (provider == Provider::kOneDNN)
     return onednn_linear()->call(a, b.t(), bias.defined() ? std::optional(bias) : std::nullopt, "none",
                                  c10::List<std::optional<at::Scalar>>(), std::nullopt);
-  return bias.defined() ? at::addmm(bias, a, b) : at::mm(a, b);
+  at::Tensor result = empty_buffer({a.size(0), b.size(1)}, a.options());
+  if (bias.defined())
+    at::addmm_out(result, bias, a, b);
+  else
+    at::mm_out(result, a, b);
+  return result;
 }
 
 at::Tensor product(Role role, const at::Tensor& a, const at::Tensor& b) {
@@ -67,7 +74,7 @@ at::Tensor product(Role role, const at::Tensor& a, const at::Tensor& b) {
 Product product_with_bias(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias) {
   if (!a.is_cpu() || !bias.defined()) return {product(Role::kForward, a, b), !bias.defined()};
   const Provider provider = choose_provider(Role::kForward, a.scalar_type(), a.size(0), a.size(1), b.size(1));
-  if (provider == Provider::kAten) return {at::mm(a, b), false};
+  if (provider == Provider::kAten) return {product_by(provider, a, b, {}), false};
   return {product_by(provider, a, b, bias), true};
 }
 
