@@ -8,9 +8,9 @@
 // T is float or double. Everything is branch-free, so that a loop over elements vectorizes. Where value and derivative
 // are both wanted, what they share is computed once: the compiler sees that the expressions are the same.
 //
-// At a kink the derivative is torch's. NaN gives NaN. With fused multiply-add the error of a value is below 2 epsilon of
-// the value, also in the tails, and that of a derivative below 2.5 epsilon of the sum of the magnitudes of its terms;
-// without, both are below 3.
+// At a kink the derivative is torch's. NaN gives NaN. With fused multiply-add the error of a value is below 2 epsilon
+// of the value, also in the tails, and that of a derivative below 2.5 epsilon of the sum of the magnitudes of its
+// terms; without, both are below 3.
 #pragma once
 
 #include <cstddef>
@@ -101,19 +101,13 @@ struct GELU {
   struct Function {
     FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const {
-      const T a = magnitude(x);
+      const T a = magnitude(x, NormalTail<T>::kEnd);
       return fma(x < T(0) ? x : -a, NormalTail<T>(a).probability, x < T(0) ? T(-0.0) : x);
     }
     FUSED_OPS_HD T derivative(T x) const {
-      const NormalTail<T> tail(magnitude(x));
+      const NormalTail<T> tail(magnitude(x, NormalTail<T>::kEnd));
       const T at_minus = fma(-abs(x), tail.density, tail.probability);
       return x < T(0) ? at_minus : T(1) - at_minus;
-    }
-
-   private:
-    FUSED_OPS_HD static T magnitude(T x) {
-      constexpr T kEnd = NormalTail<T>::kEnd;
-      return abs(x) > kEnd ? kEnd : abs(x);
     }
   };
 };
@@ -129,20 +123,19 @@ struct GELUTanh {
     FUSED_OPS_HD explicit Function(const double*) {}
     FUSED_OPS_HD T value(T x) const { return x * logistic(x).value; }
     FUSED_OPS_HD T derivative(T x) const {
-      const T m = magnitude(x), slope = fma(T(3 * kB), m * m, T(kA));
+      const T m = magnitude(x, kEnd), slope = fma(T(3 * kB), m * m, T(kA));
       return fma(x, logistic(x).value * logistic(x).complement * slope, logistic(x).value);
     }
 
    private:
     static constexpr double kA = 1.5957691216057308, kB = 0.071354816272600249;
     static constexpr T kEnd = sizeof(T) == sizeof(float) ? T(10.7) : T(21.52);  // the logistic function rounds to 0
-    FUSED_OPS_HD static T magnitude(T x) { return abs(x) > kEnd ? kEnd : abs(x); }
 
     // The exponent with more precision than T has, since its absolute error is the relative error of the result.
     FUSED_OPS_HD static Logistic<T> logistic(T x) {
       constexpr T kAHigh = T(0x1.988p+0), kALow = T(kA - 0x1.988p+0);  // the sum below is exact
       constexpr T kBHigh = T(kB), kBLow = T(kB - double(T(kB)));
-      const T m = magnitude(x);
+      const T m = magnitude(x, kEnd);
       const T square = m * m, square_low = fma_cancelling(m, m, -square);
       const T factor = fma(kBHigh, square, kAHigh);
       const T factor_low = fma_cancelling(kBHigh, square, kAHigh - factor) +
@@ -215,10 +208,10 @@ struct Mish {
         const T denominator = fma(e, negative ? T(2) + e : T(2) + T(2) * e, negative ? T(2) : T(1));
         const T w = (negative ? T(1) + e : T(2) * e) / denominator;
         const T rest = fma(-e, w, T(1));
-        tanh_softplus = negative ? decay.times(rest) : rest;
+        tanh_softplus = select(negative, decay.times(rest), rest);
         const T root = negative ? T(1) - tanh_softplus : w;
         const T square = (T(1) + e) * root * root;
-        slope = negative ? decay.times(square) : square;
+        slope = select(negative, decay.times(square), square);
       }
     };
   };
@@ -274,8 +267,8 @@ struct ELU {
   struct Function {
     T alpha;
     FUSED_OPS_HD explicit Function(const double* parameters) : alpha(T(parameters[0])) {}
-    FUSED_OPS_HD T value(T x) const { return x < T(0) ? -alpha * decay(x).one_minus() : x; }
-    FUSED_OPS_HD T derivative(T x) const { return x > T(0) ? T(1) : decay(x).times(alpha); }
+    FUSED_OPS_HD T value(T x) const { return select(x < T(0), -alpha * decay(x).one_minus(), x); }
+    FUSED_OPS_HD T derivative(T x) const { return select(x > T(0), T(1), decay(x).times(alpha)); }
 
    private:
     FUSED_OPS_HD static Decay<T> decay(T x) { return Decay<T>(x > T(0) ? T(0) : -x); }  // e^x for x < 0
@@ -291,8 +284,8 @@ struct SELU {
   template <class T>
   struct Function {
     FUSED_OPS_HD explicit Function(const double*) {}
-    FUSED_OPS_HD T value(T x) const { return x < T(0) ? -kScaledAlpha * decay(x).one_minus() : kScale * x; }
-    FUSED_OPS_HD T derivative(T x) const { return x > T(0) ? kScale : decay(x).times(kScaledAlpha); }
+    FUSED_OPS_HD T value(T x) const { return select(x < T(0), -kScaledAlpha * decay(x).one_minus(), kScale * x); }
+    FUSED_OPS_HD T derivative(T x) const { return select(x > T(0), kScale, decay(x).times(kScaledAlpha)); }
 
    private:
     static constexpr T kScale = T(1.0507009873554804934), kScaledAlpha = T(1.7580993408473768600);
@@ -310,8 +303,8 @@ struct CELU {
     T alpha;
     Extended<T> rate;
     FUSED_OPS_HD explicit Function(const double* parameters) : alpha(T(parameters[0])), rate(1 / parameters[0]) {}
-    FUSED_OPS_HD T value(T x) const { return x < T(0) ? -alpha * decay(x).one_minus() : x; }
-    FUSED_OPS_HD T derivative(T x) const { return x > T(0) ? T(1) : decay(x).value(); }
+    FUSED_OPS_HD T value(T x) const { return select(x < T(0), -alpha * decay(x).one_minus(), x); }
+    FUSED_OPS_HD T derivative(T x) const { return select(x > T(0), T(1), decay(x).value()); }
 
    private:
     FUSED_OPS_HD Decay<T> decay(T x) const {  // e^(x / alpha) for x < 0
@@ -337,9 +330,11 @@ struct Softplus {
           rate(abs(parameters[0])) {}
     FUSED_OPS_HD T value(T x) const {
       const T smooth = fma(log1p(decay(x).value()), inverse_beta, beta * x > T(0) ? x : T(0));
-      return beta * x > threshold ? x : smooth;
+      return select(beta * x > threshold, x, smooth);
     }
-    FUSED_OPS_HD T derivative(T x) const { return beta * x > threshold ? T(1) : Logistic<T>(beta * x, decay(x)).value; }
+    FUSED_OPS_HD T derivative(T x) const {
+      return select(beta * x > threshold, T(1), Logistic<T>(beta * x, decay(x)).value);
+    }
 
    private:
     FUSED_OPS_HD Decay<T> decay(T x) const {  // e^-|beta * x|

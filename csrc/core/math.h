@@ -65,6 +65,23 @@ FUSED_OPS_HD double abs(double x) { return ::fabs(x); }
 FUSED_OPS_HD float copysign(float x, float sign) { return ::copysignf(x, sign); }
 FUSED_OPS_HD double copysign(double x, double sign) { return ::copysign(x, sign); }
 
+// The smaller of |x| and a limit; the limit if x is NaN. Of integers, since the compiler would carry the choice between
+// floating-point numbers into what follows, at the cost of a choice each time.
+FUSED_OPS_HD float magnitude(float x, float limit) {
+  const int32_t a = bit_cast<int32_t>(abs(x)), b = bit_cast<int32_t>(limit);
+  return bit_cast<float>(a < b ? a : b);
+}
+FUSED_OPS_HD double magnitude(double x, double limit) {
+  const int64_t a = bit_cast<int64_t>(abs(x)), b = bit_cast<int64_t>(limit);
+  return bit_cast<double>(a < b ? a : b);
+}
+
+// A choice of which both sides are computed, wherever it stands: what they share with others is shared.
+template <class T>
+FUSED_OPS_HD T select(bool condition, T yes, T no) {
+  return condition ? yes : no;
+}
+
 // The larger of two values; NaN if either is NaN, as torch.maximum.
 template <class T>
 FUSED_OPS_HD T maximum(T a, T b) {
