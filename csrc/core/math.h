@@ -122,8 +122,8 @@ FUSED_OPS_HD T polynomial(T x, T square, T c0, T c1, Rest... rest) {
   return fma(square, polynomial(x, square, rest...), fma(x, c1, c0));
 }
 
-// The polynomials below have the smallest greatest relative error (Remez, 1934), fitted anew to the remaining
-// coefficients as each is rounded to T.
+// The polynomials and the ratio of polynomials below have nearly the smallest greatest relative error, by exchange
+// (Remez, 1934) or reweighted least squares (Lawson, 1961), fitted anew each time that a coefficient was rounded to T.
 
 template <class T>
 struct DecayConstants;
@@ -136,7 +136,8 @@ struct DecayConstants<float> {
   static constexpr float kEnd = 105.0f;         // e^-t rounds to 0 from here on
   static constexpr float kRounder = 0x1.8p23f;  // adding it leaves an integer in the low bits
   static constexpr float kLog2E = 0x1.715476p+0f;
-  static constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;  // high: exact times 8 bits
+  static constexpr float kLn2High = 0x1.62e4p-1f;  // exact times 8 bits
+  static constexpr float kLn2Low = 0x1.7f7d1cp-20f;
 };
 
 template <>
@@ -147,8 +148,8 @@ struct DecayConstants<double> {
   static constexpr double kEnd = 746.0;
   static constexpr double kRounder = 0x1.8p52;
   static constexpr double kLog2E = 0x1.71547652b82fep+0;
-  static constexpr double kLn2High = 0x1.62e42fefa3800p-1,
-                          kLn2Low = 0x1.ef35793c76730p-45;  // high: exact times 11 bits
+  static constexpr double kLn2High = 0x1.62e42fefa3800p-1;  // exact times 11 bits
+  static constexpr double kLn2Low = 0x1.ef35793c76730p-45;
 };
 
 // (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2.
@@ -165,7 +166,8 @@ FUSED_OPS_HD double exponential_remainder(double r, double square) {
 template <class T>
 class Decay {
   using C = DecayConstants<T>;
-  T scale_, growth_;  // 2^-n, subnormal at the end, and e^r - 1
+  T scale_;   // 2^-n, which is subnormal at the end: it is made 2^kLift times larger, then multiplied back
+  T growth_;  // e^r - 1
 
  public:
   FUSED_OPS_HD explicit Decay(T t) {
