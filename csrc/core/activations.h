@@ -8,9 +8,9 @@
 // T is float or double. Everything is branch-free, so that a loop over elements vectorizes. Where value and derivative
 // are both wanted, what they share is computed once: the compiler sees that the expressions are the same.
 //
-// At a kink the derivative is torch's. NaN gives NaN. With fused multiply-add the error of a value is below 2 epsilon
-// of the value, also in the tails, and that of a derivative below 2.5 epsilon of the sum of the magnitudes of its
-// terms; without, both are below 3.
+// At a kink the derivative is torch's. NaN gives NaN. With fused multiply-add the error of a value is below 2.25
+// epsilon of the value, also in the tails, and that of a derivative below 2.5 epsilon of the sum of the magnitudes of
+// its terms; without, both are below 3.
 #pragma once
 
 #include <cstddef>

@@ -173,12 +173,14 @@ class Decay {
   FUSED_OPS_HD explicit Decay(T t) {
     t = t > C::kEnd ? C::kEnd : t;
     const T n = split(t);
-    grow(fma(n, C::kLn2Low, fma(n, C::kLn2High, -t)));
+    const T r = fma(n, C::kLn2Low, fma(n, C::kLn2High, -t));
+    growth_ = add_higher_orders(r, r);
   }
   // t.high <= kEnd: see limited().
   FUSED_OPS_HD explicit Decay(const Extended<T>& t) {
     const T n = split(t.high);
-    grow(fma(n, C::kLn2High, -t.high) + fma(n, C::kLn2Low, -t.low));
+    const T high = fma(n, C::kLn2High, -t.high), low = fma(n, C::kLn2Low, -t.low);
+    growth_ = high + add_higher_orders(low, high + low);
   }
   FUSED_OPS_HD static Extended<T> limited(const Extended<T>& t) {
     return {t.high > C::kEnd ? C::kEnd : t.high, t.high > C::kEnd ? T(0) : t.low};
@@ -198,9 +200,10 @@ class Decay {
     scale_ = bit_cast<T>(lifted) * C::kUnlift;
     return rounded - C::kRounder;
   }
-  FUSED_OPS_HD void grow(T r) {
+  // first_order + (e^r - 1 - r).
+  FUSED_OPS_HD static T add_higher_orders(T first_order, T r) {
     const T square = r * r;
-    growth_ = fma(square, exponential_remainder(r, square), r);
+    return fma(square, exponential_remainder(r, square), first_order);
   }
 };
 
