@@ -17,13 +17,11 @@ forward-mode derivatives run the same formula in torch's own operators. Second d
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
 
 from fused_ops._build import load_native
 from fused_ops.nn import grad_buffers
@@ -37,9 +35,7 @@ except RuntimeError:  # said by load_native() at the first call
 __all__ = ["gated_linear", "gated_mlp", "linear_act", "mlp"]
 
 
-@functools.cache
-def _named(activation: str, parameters: tuple[tuple[str, float], ...]) -> Activation | None:
-    return Activation.of(activation, **dict(parameters))
+_DEFAULTS = {name: Activation(name) for name in ACTIVATIONS}
 
 
 def find_activation(activation: Any, parameters: dict[str, float]) -> Activation:
@@ -48,16 +44,12 @@ def find_activation(activation: Any, parameters: dict[str, float]) -> Activation
     Raises:
         ValueError: it finds none.
     """
-    if isinstance(activation, Activation) and not parameters:
-        return activation
-    if isinstance(activation, str):
-        found = _named(activation, tuple(parameters.items()))
-    else:
-        found = Activation.of(activation, **parameters)
+    found = _DEFAULTS.get(activation) if isinstance(activation, str) and not parameters else None
+    found = found or Activation.of(activation, **parameters)
     if found is None:
         raise ValueError(
-            f"fused_ops: expected activation in ({', '.join(ACTIVATIONS)}), got {activation!r}. Use one of these names, "
-            "or a module of torch.nn or a function of torch.nn.functional that computes one."
+            f"fused_ops: expected activation in ({', '.join(ACTIVATIONS)}), got {activation!r}. "
+            "Use one of these names, or a module of torch.nn or a function of torch.nn.functional that computes one."
         )
     return found
 
@@ -84,16 +76,12 @@ def feed_forward(
 ) -> Tensor:
     """The block of this module's description, which all its functions are cases of."""
     tensors = (input, weight, bias, up_weight, up_bias, down_weight, down_bias)
-    if has_torch_function_variadic(*tensors):
-        return _composed(tensors, activation)
     if torch.compiler.is_compiling():
         return torch.ops.fused_ops.feed_forward(*tensors, activation.name, activation.parameters)
     native = _native or load_native()
-    if grad_buffers.in_use:
-        weights = (weight, up_weight, down_weight)
-        accumulate, main_grads = grad_buffers.of(weights)
-        return native.feed_forward(*tensors, activation.name, activation.parameters, accumulate, main_grads)
-    return native.feed_forward(*tensors, activation.name, activation.parameters, False, ())
+    main_grads = grad_buffers.of((weight, up_weight, down_weight)) if grad_buffers.in_use else ()
+    output = native.feed_forward(*tensors, activation.name, activation.parameters, *main_grads)
+    return _composed(tensors, activation) if output is NotImplemented else output
 
 
 def linear_act(

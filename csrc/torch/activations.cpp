@@ -27,6 +27,9 @@
 #include <ATen/ops/tanh_backward.h>
 #include <ATen/ops/threshold_backward.h>
 
+#include <algorithm>
+#include <unordered_map>
+
 #include "torch/checks.h"
 
 namespace fused_ops {
@@ -118,33 +121,35 @@ const AtenActivation& aten_activation(int index) {
 }  // namespace
 
 ActivationCall find_activation(std::string_view name, at::ArrayRef<double> parameters) {
-  ActivationCall call{-1, {}, Saved::kInput};
-  for (int i = 0; i < kActivationCount && call.index < 0; ++i) {
-    visit_activation(i, [&]<class Activation>() {
-      if (name != Activation::kName) return;
-      constexpr size_t kCount = parameter_count<Activation>();
-      if (!parameters.empty() && parameters.size() != kCount)
-        fail_expectation("feed_forward", "len(parameters) of " + std::string(name), kCount, parameters.size(),
-                         "Give a value for each, or none for the defaults.");
-      size_t next = 0;
-      for (const Parameter& parameter : Activation::kParameters) {
-        call.parameters[next] = parameters.empty() ? parameter.value : parameters[next];
-        ++next;
-      }
-      call.index = i;
-      call.saved = Activation::kSaved;
-    });
-  }
-  if (call.index < 0) {
+  static const auto defaults = [] {
+    std::unordered_map<std::string_view, std::pair<ActivationCall, size_t>> by_name;
+    for (int i = 0; i < kActivationCount; ++i) {
+      visit_activation(i, [&]<class Activation>() {
+        ActivationCall call{i, {}, Activation::kSaved};
+        size_t count = 0;
+        for (const Parameter& parameter : Activation::kParameters) call.parameters[count++] = parameter.value;
+        by_name.emplace(Activation::kName, std::pair(call, count));
+      });
+    }
+    return by_name;
+  }();
+  const auto found = defaults.find(name);
+  if (found == defaults.end()) {
     std::string names;
     for (const auto& schema : activation_schemas()) names += (names.empty() ? "" : ", ") + std::get<0>(schema);
     fail("feed_forward: expected activation in (", names, "), got '", std::string(name), "'. Use one of these names.");
   }
+  auto [call, count] = found->second;
+  if (!parameters.empty() && parameters.size() != count)
+    fail_expectation("feed_forward", "len(parameters) of " + std::string(name), count, parameters.size(),
+                     "Give a value for each, or none for the defaults.");
+  std::copy(parameters.begin(), parameters.end(), call.parameters);
   return call;
 }
 
-bool is_differentiable_from_saved(const ActivationCall& call) {
+bool is_fusible(const ActivationCall& call) {
   const std::string_view name = aten_activation(call.index).name;
+  if (name == "celu") return call.parameters[0] > 0;
   if (name == "leaky_relu") return call.parameters[0] >= 0;
   if (name == "hardtanh") return call.parameters[0] <= call.parameters[1];
   return true;

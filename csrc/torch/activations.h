@@ -24,8 +24,9 @@ struct ActivationCall {
 // Raises where there is no such activation or the number of parameters is another.
 ActivationCall find_activation(std::string_view name, at::ArrayRef<double> parameters);
 
-// Whether the derivative can be had from what the activation saves; not so for a leaky_relu of negative slope.
-bool is_differentiable_from_saved(const ActivationCall& call);
+// Whether the parameters are such that the derivative can be had from what is saved: a leaky_relu of negative slope has
+// the same output for two inputs.
+bool is_fusible(const ActivationCall& call);
 
 // Differentiable compositions of aten operators: act(x), and grad * act'(x), from x or from act(x) as `saved` says.
 at::Tensor aten_value(const ActivationCall& call, const at::Tensor& x);

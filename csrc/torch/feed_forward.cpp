@@ -23,8 +23,6 @@ namespace fused_ops {
 namespace {
 
 constexpr const char* kOp = "feed_forward";
-constexpr const char* kNames[kOperands] = {"input",   "weight",      "bias",     "up_weight",
-                                           "up_bias", "down_weight", "down_bias"};
 
 #if defined(FUSED_OPS_CUDA)
 template <class Launch>
@@ -99,12 +97,12 @@ at::Tensor rows_of(const at::Tensor& tensor) {
 
 // rows W^T + b, where there is nothing else to do in the same pass.
 at::Tensor linear(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& bias) {
-  const at::Tensor transposed = weight.t();
+  const at::Tensor weight_t = transposed(weight);
   if (bias.defined() && rows.is_cpu() &&
       choose_provider(Role::kForward, rows.scalar_type(), rows.size(0), rows.size(1), weight.size(0)) ==
           Provider::kAten)
-    return product_by(Provider::kAten, rows, transposed, bias);
-  auto [result, has_bias] = product_with_bias(rows, transposed, bias);
+    return product_by(Provider::kAten, rows, weight_t, bias);
+  auto [result, has_bias] = product_with_bias(rows, weight_t, bias);
   if (!has_bias) run(activate_pass(identity(), result, bias, result), result);
   return result;
 }
@@ -112,18 +110,24 @@ at::Tensor linear(const at::Tensor& rows, const at::Tensor& weight, const at::Te
 // rows^T [out, M] times input [M, in], in the memory order of the weight that it is the gradient of.
 at::Tensor weight_gradient(const at::Tensor& rows, const at::Tensor& input, const at::Tensor& weight) {
   if (weight.defined() && weight.stride(0) == 1 && weight.stride(1) > 1)
-    return product(Role::kGradWeight, input.t(), rows).t();
-  return product(Role::kGradWeight, rows.t(), input);
+    return product(Role::kGradWeight, transposed(input), rows).t();
+  return product(Role::kGradWeight, transposed(rows), input);
 }
 
 void accumulate(const at::Tensor& into, const at::Tensor& rows, const at::Tensor& input) {
   if (into.scalar_type() == rows.scalar_type())
-    into.addmm_(rows.t(), input);
+    into.addmm_(transposed(rows), input);
   else
     into.addmm_(rows.t().to(into.scalar_type()), input.to(into.scalar_type()));
 }
 
 }  // namespace
+
+const char* operand_name(Operand operand) {
+  constexpr const char* kNames[kOperands] = {"input",   "weight",      "bias",     "up_weight",
+                                             "up_bias", "down_weight", "down_bias"};
+  return kNames[operand];
+}
 
 bool saves_output(const ActivationCall& activation, const Operands& operands) {
   return activation.saved == Saved::kOutput && !operands[kUpWeight].defined() && !operands[kDownWeight].defined();
@@ -137,14 +141,14 @@ void check_operands(const Operands& operands) {
   const at::Tensor& input = operands[kInput];
   const auto expect_shape = [&](Operand operand, at::IntArrayRef wanted) {
     if (operands[operand].defined() && !operands[operand].sizes().equals(wanted))
-      fail_expectation(kOp, std::string(kNames[operand]) + ".shape", describe(wanted),
+      fail_expectation(kOp, std::string(operand_name(operand)) + ".shape", describe(wanted),
                        describe(operands[operand].sizes()), "Weights are [out_features, in_features].");
   };
   if (input.dim() == 0)
     fail(kOp, ": expected input to have at least 1 dimension, got none. Its last one holds the features.");
   for (const Operand operand : {kWeight, kUpWeight, kDownWeight})
     if (operands[operand].defined() && operands[operand].dim() != 2)
-      fail_expectation(kOp, std::string(kNames[operand]) + ".dim()", 2, operands[operand].dim(),
+      fail_expectation(kOp, std::string(operand_name(operand)) + ".dim()", 2, operands[operand].dim(),
                        "Weights are [out_features, in_features].");
   const int64_t in = operands[kWeight].size(1), hidden = operands[kWeight].size(0);
   if (input.size(-1) != in) fail_expectation(kOp, "input.size(-1)", in, input.size(-1), "It must be weight.size(1).");
@@ -157,7 +161,7 @@ void check_operands(const Operands& operands) {
   }
   const auto expect_partner = [&](Operand operand, Operand partner) {
     if (operands[operand].defined() && !operands[partner].defined())
-      fail(kOp, ": expected ", kNames[partner], " where there is a ", kNames[operand], ", got none. Pass both.");
+      fail(kOp, ": expected ", operand_name(partner), " where there is a ", operand_name(operand), ", got none. Pass both.");
   };
   expect_partner(kUpBias, kUpWeight);
   expect_partner(kDownBias, kDownWeight);
@@ -165,10 +169,10 @@ void check_operands(const Operands& operands) {
     const at::Tensor& tensor = operands[operand];
     if (!tensor.defined()) continue;
     if (tensor.scalar_type() != input.scalar_type())
-      fail_expectation(kOp, std::string(kNames[operand]) + ".dtype", describe(input.scalar_type()),
+      fail_expectation(kOp, std::string(operand_name(Operand(operand))) + ".dtype", describe(input.scalar_type()),
                        describe(tensor.scalar_type()), "It must be the input's; convert one, or use autocast.");
     if (tensor.device() != input.device())
-      fail_expectation(kOp, std::string(kNames[operand]) + ".device", input.device(), tensor.device(),
+      fail_expectation(kOp, std::string(operand_name(Operand(operand))) + ".device", input.device(), tensor.device(),
                        "Move all to one device.");
   }
 }
@@ -197,7 +201,7 @@ Forward forward(const ActivationCall& activation, const Operands& operands, bool
     hidden = linear(rows, operands[kWeight], bias);
     if (training && down) result.saved = hidden;
   } else {
-    auto [pre, has_bias] = product_with_bias(rows, operands[kWeight].t(), bias);
+    auto [pre, has_bias] = product_with_bias(rows, transposed(operands[kWeight]), bias);
     const bool from_output = activation.saved == Saved::kOutput;
     hidden = training && !from_output ? empty_buffer_like(pre) : pre;
     Activate pass = activate_pass(activation, pre, has_bias ? at::Tensor() : bias, hidden);
@@ -210,7 +214,7 @@ Forward forward(const ActivationCall& activation, const Operands& operands, bool
         pass = activate_pass(identity(), pre, {}, hidden);
         pass.store_pre = true;
       }
-      auto up_product = product_with_bias(rows, operands[kUpWeight].t(), contiguous_or_undefined(operands[kUpBias]));
+      auto up_product = product_with_bias(rows, transposed(operands[kUpWeight]), contiguous_or_undefined(operands[kUpBias]));
       up = up_product.result;
       if (!up_product.has_bias) up_bias = contiguous_or_undefined(operands[kUpBias]);
       pass.up = up.mutable_data_ptr();

@@ -17,6 +17,7 @@ namespace fused_ops {
 // The tensors of one call, in the order of the operator's arguments; undefined where there is none.
 enum Operand { kInput, kWeight, kBias, kUpWeight, kUpBias, kDownWeight, kDownBias, kOperands };
 using Operands = std::array<at::Tensor, kOperands>;
+const char* operand_name(Operand operand);
 
 struct Forward {
   at::Tensor output;

@@ -287,7 +287,7 @@ struct BlockFunction : torch::autograd::Function<BlockFunction> {
 // Where the composition of aten operators runs instead.
 bool needs_composition(const ActivationCall& activation, const Operands& operands) {
   return at::functorch::functorchTLSAccessor() || c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) ||
-         !is_native(operands) || !is_differentiable_from_saved(activation) || has_forward_gradient(operands);
+         !is_native(operands) || !is_fusible(activation) || has_forward_gradient(operands);
 }
 
 Tensor differentiable_block(const Operands& operands, std::string_view name, at::ArrayRef<double> parameters,

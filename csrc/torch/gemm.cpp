@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mm_cpu_dispatch.h>
 
 #include <atomic>
 #include <bit>
@@ -38,6 +39,16 @@ uint64_t key(Role role, at::ScalarType dtype, int64_t m, int64_t k, int64_t n) {
 
 }  // namespace
 
+at::Tensor transposed(const at::Tensor& matrix) {
+  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(matrix.storage()),
+                                                             matrix.key_set(), matrix.dtype());
+  c10::TensorImpl* const impl = view.unsafeGetTensorImpl();
+  impl->set_storage_offset(matrix.storage_offset());
+  impl->set_sizes_and_strides(at::IntArrayRef{matrix.size(1), matrix.size(0)},
+                              at::IntArrayRef{matrix.stride(1), matrix.stride(0)});
+  return view;
+}
+
 bool has_onednn() { return onednn_linear() != nullptr; }
 
 void set_gemm_choices(const std::vector<GemmChoice>& choices) {
@@ -56,18 +67,20 @@ Provider choose_provider(Role role, at::ScalarType dtype, int64_t m, int64_t k, 
 
 at::Tensor product_by(Provider provider, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias) {
   if (provider == Provider::kOneDNN)
-    return onednn_linear()->call(a, b.t(), bias.defined() ? std::optional(bias) : std::nullopt, "none",
+    return onednn_linear()->call(a, transposed(b), bias.defined() ? std::optional(bias) : std::nullopt, "none",
                                  c10::List<std::optional<at::Scalar>>(), std::nullopt);
   at::Tensor result = empty_buffer({a.size(0), b.size(1)}, a.options());
   if (bias.defined())
     at::addmm_out(result, bias, a, b);
+  else if (a.is_cpu())
+    at::cpu::mm_out(result, a, b);
   else
     at::mm_out(result, a, b);
   return result;
 }
 
 at::Tensor product(Role role, const at::Tensor& a, const at::Tensor& b) {
-  if (!a.is_cpu()) return at::mm(a, b);
+  if (!a.is_cpu()) return product_by(Provider::kAten, a, b, {});
   return product_by(choose_provider(role, a.scalar_type(), a.size(0), a.size(1), b.size(1)), a, b, {});
 }
 

@@ -11,6 +11,9 @@
 
 namespace fused_ops {
 
+// A plain matrix's transposed view, without autograd and without the dispatcher, which costs as much as a small product.
+at::Tensor transposed(const at::Tensor& matrix);
+
 enum class Role : uint8_t { kForward, kGradInput, kGradWeight };
 enum class Provider : uint8_t { kAten, kOneDNN };
 

@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "torch/checks.h"
-#include "torch/feed_forward_ops.h"
+#include "torch/feed_forward_python.h"
 
 namespace fused_ops {
 namespace {
@@ -269,24 +269,6 @@ py::dict cpu_info() {
                   py::arg("chosen") = cpu::level_name(cpu::chosen_level()));
 }
 
-// A tensor, or none.
-using Optional = std::optional<at::Tensor>;
-
-at::Tensor feed_forward_from_python(const at::Tensor& input, const at::Tensor& weight, const Optional& bias,
-                                    const Optional& up_weight, const Optional& up_bias, const Optional& down_weight,
-                                    const Optional& down_bias, std::string_view activation,
-                                    const std::vector<double>& parameters, bool accumulate,
-                                    const std::vector<Optional>& main_grads) {
-  const auto tensor = [](const Optional& optional) { return optional ? *optional : at::Tensor(); };
-  Operands into;
-  for (size_t i = 0; i < main_grads.size(); ++i)
-    into[std::array{kWeight, kUpWeight, kDownWeight}[i]] = tensor(main_grads[i]);
-  const Operands operands = {
-      input, weight, tensor(bias), tensor(up_weight), tensor(up_bias), tensor(down_weight), tensor(down_bias)};
-  const py::gil_scoped_release release;
-  return feed_forward(operands, activation, parameters, accumulate, into);
-}
-
 }  // namespace
 }  // namespace fused_ops
 
@@ -300,8 +282,7 @@ PYBIND11_MODULE(_C, module) {
       .def("forget", &StepPlan::forget)
       .def("run", &StepPlan::run);
   module.def("optimizer_schemas", &fused_ops::optimizer_schemas);
-  module.def("feed_forward", &fused_ops::feed_forward_from_python);
-  module.def("activation_schemas", &fused_ops::activation_schemas);
+  fused_ops::bind_feed_forward(module);
   module.def("cpu_info", &fused_ops::cpu_info);
   module.def("read_modify_write", [](const at::Tensor& tensor, int repetitions, int threads) {
     if (!tensor.is_contiguous() || tensor.scalar_type() != at::kFloat)

@@ -11,12 +11,11 @@ in_use = False  # whether any weight was ever marked: until then no call looks f
 _MARK = "fused_ops_accumulate_grad"
 
 
-def of(weights: Sequence[Tensor | None]) -> tuple[bool, tuple[Tensor | None, ...]]:
-    """Whether gradients of these weights are to be added in place, and each one's main_grad."""
-    marked = [weight is not None and getattr(weight, _MARK, False) for weight in weights]
-    if not any(marked):
-        return False, ()
-    return True, tuple(getattr(weight, "main_grad", None) for weight in weights)
+def of(weights: Sequence[Tensor | None]) -> tuple[tuple[Tensor | None, ...], ...]:
+    """The main_grad of each of these weights, as one more argument, if their gradients are to be added in place."""
+    if not any(weight is not None and getattr(weight, _MARK, False) for weight in weights):
+        return ()
+    return (tuple(getattr(weight, "main_grad", None) for weight in weights),)
 
 
 def _wrapper(module: nn.Module) -> str | None:
@@ -39,12 +38,12 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
     """Lets backward add the gradients of weights of fused layers to their existing .grad, within the matrix product.
 
     Stock PyTorch computes the gradient of each micro-batch into fresh memory and then adds that to .grad: for a weight
-    of n bytes, 4 n bytes are moved besides the product (the new gradient written and read, .grad read and written). Here
-    the product reads and writes .grad itself, 2 n bytes. Keep gradients between steps for it to help from the first
+    of n bytes, 4 n bytes are moved besides the product (the new gradient written and read, .grad read and written).
+    Here the product reads and writes .grad itself, 2 n bytes. Keep gradients between steps for it to help from the first
     micro-batch on: optimizer.zero_grad(set_to_none=False).
 
-    A weight with an attribute `main_grad`, a tensor of its shape and of any floating-point dtype, has its gradient added
-    to that one and .grad left alone.
+    A weight with an attribute `main_grad`, a tensor of its shape and of any floating-point dtype, has its gradient
+    added to that one and .grad left alone.
 
     Where somebody would miss the gradient it is returned to autograd as ever: torch.autograd.grad,
     backward(inputs=...), create_graph=True, hooks on the weight, torch.compile, and operations other than fused_ops'.
@@ -57,8 +56,8 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
         The number of weights marked or unmarked.
 
     Raises:
-        ValueError: the module holds DistributedDataParallel or a fully sharded module, or a weight has hooks; these have
-            to see each gradient.
+        ValueError: the module holds DistributedDataParallel or a fully sharded module, or a weight has hooks; these
+            have to see each gradient.
 
     Example:
         >>> layer = LinearAct(4, 2)
@@ -75,7 +74,7 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
             )
         if (name := _hooked(weights)) is not None:
             raise ValueError(
-                f"accumulate_grad: expected weights without hooks, got one on {name}. Remove the hook: it would not run."
+                f"accumulate_grad: expected weights without hooks, got one on {name}. Remove it: it would not run."
             )
         in_use = True
     for _, weight in weights:
