@@ -153,9 +153,9 @@ def outcome(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     return [output.detach(), *grads]
 
 
-def assert_same(model: nn.Module, reference: nn.Module, x: Tensor | None = None) -> None:
+def assert_same(model: nn.Module, reference: nn.Module, x: Tensor | None = None, rtol: float = 1e-9) -> None:
     x = data() if x is None else x
-    torch.testing.assert_close(outcome(model, x), outcome(reference, x), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(outcome(model, x), outcome(reference, x), rtol=rtol, atol=rtol / 100)
 
 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
@@ -218,7 +218,8 @@ def test_activation_of_module(name: str) -> None:
         model = build(lambda: nn.Sequential(nn.Linear(FEATURES, 9), copy.deepcopy(MODULES[name])))
         reference = copy.deepcopy(model)
         assert len(fuse(model).replaced) == 1
-        assert_same(model, reference, 4 * data())
+        # torch has constants of these two in float32.
+        assert_same(model, reference, 4 * data(), rtol=1e-6 if name in ("celu", "hardsigmoid") else 1e-9)
 
 
 OF: list[tuple[Any, dict[str, float], Activation | None]] = [
