@@ -12,8 +12,11 @@ Example:
 
 from importlib.metadata import PackageNotFoundError, version
 
-from fused_ops import functional, nn, optim
+from fused_ops import dispatch, functional, memory, nn, optim
 from fused_ops._build import best_device, build_info
+from fused_ops.dispatch import tune
+from fused_ops.fuse import fuse
+from fused_ops.memory import keep_freed_memory
 from fused_ops.optim import fuse_optimizer
 
 try:
@@ -21,4 +24,16 @@ try:
 except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "unknown"
 
-__all__ = ["best_device", "build_info", "functional", "fuse_optimizer", "nn", "optim"]
+__all__ = [
+    "best_device",
+    "build_info",
+    "dispatch",
+    "functional",
+    "fuse",
+    "fuse_optimizer",
+    "keep_freed_memory",
+    "memory",
+    "nn",
+    "optim",
+    "tune",
+]

@@ -79,7 +79,7 @@ def feed_forward(
     if torch.compiler.is_compiling():
         return torch.ops.fused_ops.feed_forward(*tensors, activation.name, activation.parameters)
     native = _native or load_native()
-    main_grads = grad_buffers.of((weight, up_weight, down_weight)) if grad_buffers.in_use else ()
+    main_grads = grad_buffers.of((weight, up_weight, down_weight))
     output = native.feed_forward(*tensors, activation.name, activation.parameters, *main_grads)
     return _composed(tensors, activation) if output is NotImplemented else output
 

@@ -23,6 +23,7 @@
 #include <algorithm>
 
 #include "torch/checks.h"
+#include "torch/choices.h"
 #include "torch/feed_forward.h"
 #include "torch/feed_forward_ops.h"
 
@@ -284,23 +285,31 @@ struct BlockFunction : torch::autograd::Function<BlockFunction> {
   }
 };
 
+bool stock_is_faster(const ActivationCall& activation, const Operands& operands, bool differentiable) {
+  const Tensor &input = operands[kInput], &weight = operands[kWeight];
+  if (!is_plain(operands) || weight.dim() != 2 || weight.size(1) == 0) return false;
+  return prefers_stock(activation.index, differentiable, input.scalar_type(), input.numel() / weight.size(1),
+                       weight.size(1), weight.size(0));
+}
+
 // Where the composition of aten operators runs instead.
-bool needs_composition(const ActivationCall& activation, const Operands& operands) {
+bool needs_composition(const ActivationCall& activation, const Operands& operands, bool differentiable) {
   return at::functorch::functorchTLSAccessor() || c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) ||
-         !is_native(operands) || !is_fusible(activation) || has_forward_gradient(operands);
+         !is_native(operands) || !is_fusible(activation) || has_forward_gradient(operands) ||
+         stock_is_faster(activation, operands, differentiable);
 }
 
 Tensor differentiable_block(const Operands& operands, std::string_view name, at::ArrayRef<double> parameters,
                             bool accumulate, const Operands& main_grads) {
   const ActivationCall activation = find_activation(name, parameters);
-  if (needs_composition(activation, operands)) return compose(activation, operands);
-  const bool plain = is_plain(operands) && !c10::impl::dispatch_mode_enabled();
-  if (plain) check_operands(operands);
   bool differentiable = false;
   std::array<bool, kOperands> required{};
   if (at::GradMode::is_enabled())
     for (int operand = 0; operand < kOperands; ++operand)
       differentiable |= required[operand] = operands[operand].defined() && operands[operand].requires_grad();
+  if (needs_composition(activation, operands, differentiable)) return compose(activation, operands);
+  const bool plain = is_plain(operands) && !c10::impl::dispatch_mode_enabled();
+  if (plain) check_operands(operands);
   if (!differentiable) {
     at::AutoDispatchBelowADInplaceOrView guard;
     if (plain) return forward(activation, operands, /*training=*/false).output;

@@ -2,6 +2,7 @@
 #include "torch/feed_forward_python.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -35,7 +36,8 @@ bool overrides(PyObject* object) {
   PyTypeObject* const type = Py_TYPE(object);
   if (object == Py_None || THPVariable_CheckTypeExact(type) || reinterpret_cast<PyObject*>(type) == parameter)
     return false;
-  const py::object override = py::getattr(py::handle(reinterpret_cast<PyObject*>(type)), "__torch_function__", py::none());
+  const py::object override = py::getattr(py::handle(reinterpret_cast<PyObject*>(type)), "__torch_function__",
+                                          py::none());
   return !override.is_none() && override.ptr() != disabled;
 }
 
@@ -89,6 +91,22 @@ PyMethodDef method = {"feed_forward", reinterpret_cast<PyCFunction>(reinterpret_
 void bind_feed_forward(py::module_& module) {
   module.add_object("feed_forward", py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
   module.def("activation_schemas", &activation_schemas);
+  // Choices are (operation, training, dtype, m, k, n, alternative).
+  module.def("set_choices", [](const py::list& list) {
+    std::vector<Choice> choices;
+    for (const py::handle item : list) {
+      const py::tuple line = py::cast<py::tuple>(item);
+      choices.push_back({line[0].cast<std::string>(), line[1].cast<bool>(),
+                         reinterpret_cast<THPDtype*>(line[2].ptr())->scalar_type, line[3].cast<int64_t>(),
+                         line[4].cast<int64_t>(), line[5].cast<int64_t>(), line[6].cast<bool>()});
+    }
+    set_choices(choices);
+  });
+  module.def("has_onednn", &has_onednn);
+  module.def("product",
+             [](bool onednn, const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias) {
+               return product_by(onednn ? Provider::kOneDNN : Provider::kAten, a, b, bias ? *bias : at::Tensor());
+             });
   module.def("pool_statistics", [] {
     const PoolStatistics statistics = pool_statistics();
     return py::dict(py::arg("kept_bytes") = statistics.kept_bytes, py::arg("limit_bytes") = statistics.limit_bytes,

@@ -6,10 +6,8 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/mm_cpu_dispatch.h>
 
-#include <atomic>
-#include <bit>
-#include <memory>
-#include <unordered_map>
+#include <optional>
+#include <string_view>
 
 #include "torch/buffer_pool.h"
 
@@ -29,14 +27,6 @@ const c10::TypedOperatorHandle<OneDNNLinear>* onednn_linear() {
   return handle ? &*handle : nullptr;
 }
 
-using Table = std::unordered_map<uint64_t, Provider>;
-std::shared_ptr<const Table> table;  // replaced as a whole: readers keep the one that they began with
-
-uint64_t key(Role role, at::ScalarType dtype, int64_t m, int64_t k, int64_t n) {
-  const auto power = [](int64_t size) { return uint64_t(std::bit_width(uint64_t(size))); };
-  return (((uint64_t(role) << 8 | uint64_t(dtype)) << 8 | power(m)) << 8 | power(k)) << 8 | power(n);
-}
-
 }  // namespace
 
 at::Tensor transposed(const at::Tensor& matrix) {
@@ -51,19 +41,15 @@ at::Tensor transposed(const at::Tensor& matrix) {
 
 bool has_onednn() { return onednn_linear() != nullptr; }
 
-void set_gemm_choices(const std::vector<GemmChoice>& choices) {
-  auto fresh = std::make_shared<Table>();
-  for (const GemmChoice& choice : choices)
-    (*fresh)[key(choice.role, choice.dtype, choice.m, choice.k, choice.n)] = choice.provider;
-  std::atomic_store(&table, std::shared_ptr<const Table>(fresh->empty() ? nullptr : std::move(fresh)));
+namespace {
+
+Provider provider_of(Role role, const at::Tensor& a, const at::Tensor& b) {
+  if (!a.is_cpu()) return Provider::kAten;
+  const Provider provider = choose_provider(role, a.scalar_type(), a.size(0), a.size(1), b.size(1));
+  return has_onednn() ? provider : Provider::kAten;
 }
 
-Provider choose_provider(Role role, at::ScalarType dtype, int64_t m, int64_t k, int64_t n) {
-  const std::shared_ptr<const Table> choices = std::atomic_load(&table);
-  if (!choices) return Provider::kAten;
-  const auto found = choices->find(key(role, dtype, m, k, n));
-  return found == choices->end() || !onednn_linear() ? Provider::kAten : found->second;
-}
+}  // namespace
 
 at::Tensor product_by(Provider provider, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias) {
   if (provider == Provider::kOneDNN)
@@ -80,15 +66,13 @@ at::Tensor product_by(Provider provider, const at::Tensor& a, const at::Tensor& 
 }
 
 at::Tensor product(Role role, const at::Tensor& a, const at::Tensor& b) {
-  if (!a.is_cpu()) return product_by(Provider::kAten, a, b, {});
-  return product_by(choose_provider(role, a.scalar_type(), a.size(0), a.size(1), b.size(1)), a, b, {});
+  return product_by(provider_of(role, a, b), a, b, {});
 }
 
 Product product_with_bias(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias) {
-  if (!a.is_cpu() || !bias.defined()) return {product(Role::kForward, a, b), !bias.defined()};
-  const Provider provider = choose_provider(Role::kForward, a.scalar_type(), a.size(0), a.size(1), b.size(1));
-  if (provider == Provider::kAten) return {product_by(provider, a, b, {}), false};
-  return {product_by(provider, a, b, bias), true};
+  const Provider provider = provider_of(Role::kForward, a, b);
+  const bool adds = provider == Provider::kOneDNN || !bias.defined();
+  return {product_by(provider, a, b, adds ? bias : at::Tensor()), adds};
 }
 
 }  // namespace fused_ops

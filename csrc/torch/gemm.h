@@ -4,18 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <cstdint>
-#include <optional>
-#include <string>
-#include <vector>
+#include "torch/choices.h"
 
 namespace fused_ops {
 
-// A plain matrix's transposed view, without autograd and without the dispatcher, which costs as much as a small product.
+// A plain matrix's transposed view, without autograd and without the dispatcher, which costs as much as a small
+// product.
 at::Tensor transposed(const at::Tensor& matrix);
-
-enum class Role : uint8_t { kForward, kGradInput, kGradWeight };
-enum class Provider : uint8_t { kAten, kOneDNN };
 
 // a [M, K] times b [K, N].
 at::Tensor product(Role role, const at::Tensor& a, const at::Tensor& b);
@@ -27,15 +22,6 @@ struct Product {
 };
 Product product_with_bias(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias);
 
-// One line of the table that providers are chosen by: sizes count by their power of two.
-struct GemmChoice {
-  Role role;
-  at::ScalarType dtype;
-  int64_t m, k, n;
-  Provider provider;
-};
-void set_gemm_choices(const std::vector<GemmChoice>& choices);
-Provider choose_provider(Role role, at::ScalarType dtype, int64_t m, int64_t k, int64_t n);
 bool has_onednn();
 at::Tensor product_by(Provider provider, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias);
 

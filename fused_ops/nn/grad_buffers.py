@@ -7,13 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
-in_use = False  # whether any weight was ever marked: until then no call looks for marks
+
+class _Use:
+    began = False  # whether any weight was ever marked: until then no call looks for marks
+
+
 _MARK = "fused_ops_accumulate_grad"
 
 
 def of(weights: Sequence[Tensor | None]) -> tuple[tuple[Tensor | None, ...], ...]:
     """The main_grad of each of these weights, as one more argument, if their gradients are to be added in place."""
-    if not any(weight is not None and getattr(weight, _MARK, False) for weight in weights):
+    if not _Use.began or not any(weight is not None and getattr(weight, _MARK, False) for weight in weights):
         return ()
     return (tuple(getattr(weight, "main_grad", None) for weight in weights),)
 
@@ -64,7 +68,6 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
         >>> accumulate_grad(layer)
         1
     """
-    global in_use
     weights = [(name, parameter) for name, parameter in module.named_parameters() if parameter.dim() == 2]
     if enabled:
         if (wrapper := _wrapper(module)) is not None:
@@ -76,7 +79,7 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
             raise ValueError(
                 f"accumulate_grad: expected weights without hooks, got one on {name}. Remove it: it would not run."
             )
-        in_use = True
+        _Use.began = True
     for _, weight in weights:
         setattr(weight, _MARK, enabled)
     return len(weights)

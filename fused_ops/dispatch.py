@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs where on the CPU: whose matrix product, and whether a fused block or torch's own operators.
+
+A table of choices, each measured on some machine, says for which sizes an alternative is faster than the default. The
+defaults are torch's own matrix product (MKL or OpenBLAS for float32) and the fused block; the alternatives are oneDNN's
+product and torch's own operators. A choice holds for all sizes of the same power of two: 513 to 1024 are one. Results
+differ between choices by rounding only.
+
+The table is made of, later ones overriding earlier ones:
+
+1. defaults, measured for this processor's vendor;
+2. the file that tune() has written for this processor, number of threads and minor version of torch: see tuning_file();
+3. set_choices().
+
+FUSED_OPS_TUNING=off in the environment leaves the table empty, FUSED_OPS_TUNING=PATH names another file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fused_ops import functional
+from fused_ops._build import _first_value, load_native
+from fused_ops.nn.activation import Activation
+
+__all__ = ["Choice", "choices", "default_choices", "reset", "set_choices", "tune", "tuning_file"]
+
+FORMAT = 1
+PRODUCTS = ("forward", "grad_input", "grad_weight")
+SHAPES = ((16, 10, 10), (128, 784, 512), (512, 768, 3072), (2048, 1024, 4096), (64, 4096, 11008), (16384, 256, 1024))
+SHAPES += ((65536, 64, 64), (8, 768, 3072))
+MARGIN = 1.05  # an alternative has to be this much faster: two equal routines measure a few percent apart
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is faster for matrices [m, k] times [k, n].
+
+    Args:
+        operation: "forward", "grad_input" or "grad_weight", which choose the provider of that matrix product; or the
+            name of an activation, which chooses how a linear layer with that activation runs.
+        dtype: e.g. "float32".
+        m, k, n: sizes; each stands for all of the same power of two.
+        faster: "aten" or "onednn" for a product, "fused" or "stock" for an activation.
+        training: of an activation: whether gradients are wanted. Default: True.
+    """
+
+    operation: str
+    dtype: str
+    m: int
+    k: int
+    n: int
+    faster: str
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        wanted = ("aten", "onednn") if self.operation in PRODUCTS else ("fused", "stock")
+        if self.faster not in wanted:
+            raise ValueError(
+                f"Choice: expected faster in ({', '.join(wanted)}) for {self.operation}, got {self.faster!r}."
+            )
+        if self.operation not in PRODUCTS:
+            functional.find_activation(self.operation, {})
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"Choice: expected the name of a dtype, got {self.dtype!r}. Use e.g. 'float32'.")
+
+
+# Measured on 2 cores, float32: where oneDNN's product took less than 1/1.1 of the time of MKL's.
+_ONEDNN = {
+    "GenuineIntel": (  # Sapphire Rapids
+        ("forward", 64, 4096, 11008),
+        ("forward", 65536, 64, 64),
+        ("forward", 8, 768, 3072),
+        ("grad_input", 65536, 64, 64),
+    ),
+    "AuthenticAMD": (  # Zen 4
+        ("forward", 512, 768, 3072),
+        ("forward", 512, 3072, 768),
+        ("forward", 2048, 1024, 4096),
+        ("forward", 64, 4096, 11008),
+        ("forward", 16384, 256, 1024),
+        ("forward", 8, 768, 3072),
+        ("grad_input", 512, 3072, 768),
+        ("grad_input", 512, 768, 3072),
+        ("grad_input", 64, 11008, 4096),
+        ("grad_input", 16384, 1024, 256),
+        ("grad_input", 8, 3072, 768),
+        ("grad_weight", 768, 512, 3072),
+        ("grad_weight", 3072, 8, 768),
+    ),
+}
+
+_current: list[Choice] = []
+
+
+def default_choices() -> list[Choice]:
+    """The choices that this package brings for this processor."""
+    rows = _ONEDNN.get(_first_value("/proc/cpuinfo", "vendor_id", ""), ())
+    return [Choice(operation, "float32", m, k, n, "onednn") for operation, m, k, n in rows]
+
+
+def _processor() -> str:
+    return _first_value("/proc/cpuinfo", "model name", platform.processor() or platform.machine())
+
+
+def _setting() -> str:
+    return os.environ.get("FUSED_OPS_TUNING", "")
+
+
+def tuning_file() -> Path:
+    """Where tune() saves what it finds: $FUSED_OPS_TUNING, or a file in $XDG_CACHE_HOME/fused_ops (~/.cache/fused_ops),
+    whose name has the processor, the number of threads and the minor version of torch."""
+    if _setting() not in ("", "off"):
+        return Path(_setting())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    version = ".".join(torch.__version__.split(".")[:2])
+    slug = re.sub(r"[^a-z0-9]+", "-", _processor().lower()).strip("-")
+    return cache / "fused_ops" / f"tuning-{slug}-{torch.get_num_threads()}-threads-torch-{version}.json"
+
+
+def choices() -> list[Choice]:
+    """The table in use. Later lines override earlier ones."""
+    return list(_current)
+
+
+def set_choices(table: Iterable[Choice]) -> None:
+    """Replaces the table in use, for this process. An empty one turns dispatch off: every default runs.
+
+    Raises:
+        RuntimeError: the native library cannot be loaded.
+
+    Example:
+        >>> from fused_ops import dispatch
+        >>> choice = dispatch.Choice("forward", "float32", m=64, k=4096, n=11008, faster="onednn")
+        >>> dispatch.set_choices([*dispatch.choices(), choice])
+        >>> dispatch.reset()
+    """
+    table = list(table)
+    lines = []
+    for line in table:
+        is_alternative = line.faster in ("onednn", "stock")
+        lines.append(
+            (line.operation, line.training, getattr(torch, line.dtype), line.m, line.k, line.n, is_alternative)
+        )
+    load_native().set_choices(lines)
+    _current[:] = table
+
+
+def _saved() -> list[Choice]:
+    path = tuning_file()
+    try:
+        record = json.loads(path.read_text())
+        if record["format"] != FORMAT:
+            raise ValueError(f"its format is {record['format']}, expected {FORMAT}")
+        return [Choice(**line) for line in record["choices"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        warnings.warn(f"fused_ops: {path} is left out: {error}. Run fused_ops.tune() again.", stacklevel=2)
+        return []
+
+
+def reset() -> None:
+    """Makes the table anew from the defaults and the file."""
+    set_choices([] if _setting() == "off" else [*default_choices(), *_saved()])
+
+
+def _seconds(routine: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    routine()
+    return time.perf_counter() - start
+
+
+def _faster(default: Callable[[], Any], alternative: Callable[[], Any], budget: float) -> bool:
+    """Whether the alternative is faster by MARGIN, both taking turns for `budget` seconds."""
+    estimate = max(min(_seconds(default) for _ in range(2)), min(_seconds(alternative) for _ in range(2)))
+    calls = max(1, round(0.005 / estimate))
+    ratios: list[float] = []
+    deadline = time.monotonic() + budget
+    while len(ratios) < 5 or (time.monotonic() < deadline and len(ratios) < 50):
+        times = [min(_seconds(routine) for _ in range(calls)) for routine in (default, alternative)]
+        ratios.append(times[0] / times[1])
+    return statistics.median(ratios) > MARGIN
+
+
+def _product_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterable[tuple[str, Tensor, Tensor]]:
+    m, k, n = shape
+    x, w, g = (torch.randn(size).to(dtype) for size in ((m, k), (n, k), (m, n)))
+    return (("forward", x, w.t()), ("grad_input", g, w), ("grad_weight", g.t(), x))
+
+
+def _block(activation: Activation, shape: tuple[int, int, int], dtype: torch.dtype, training: bool) -> tuple[Any, Any]:
+    m, k, n = shape
+    x = torch.randn(m, k).to(dtype).requires_grad_(training)
+    w, b = torch.randn(n, k).to(dtype).requires_grad_(training), torch.randn(n).to(dtype).requires_grad_(training)
+    g = torch.randn(m, n).to(dtype)
+    tensors = (x, w, b, None, None, None, None)
+
+    def run(forward: Callable[[], Tensor]) -> Callable[[], Any]:
+        if training:
+            return lambda: torch.autograd.grad(forward(), (x, w, b), g)
+        return forward
+
+    return run(lambda: functional._composed(tensors, activation)), run(
+        lambda: functional.feed_forward(*tensors, activation)
+    )
+
+
+def tune(
+    shapes: Sequence[tuple[int, int, int]] = SHAPES,
+    *,
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.bfloat16),
+    activations: Sequence[str] = ("gelu", "gelu_tanh", "relu", "silu"),
+    seconds: float = 0.3,
+    save: bool = True,
+    progress: bool = True,
+) -> list[Choice]:
+    """Measures on this machine what is faster, for your shapes, and uses it from now on.
+
+    Args:
+        shapes: (rows, in_features, out_features) of your layers; rows are all but the last dimension of the input.
+            Default: eight shapes from small to large.
+        dtypes: Default: float32 and bfloat16.
+        activations: names. Default: gelu, gelu_tanh, relu, silu.
+        seconds: to spend on each comparison; there are (3 + 2 * activations) * shapes * dtypes of them. Default: 0.3.
+        save: whether to write the result to tuning_file(), to be used by later processes, keeping what it holds for
+            other sizes. Default: True.
+        progress: whether to show a progress bar on a terminal. Default: True.
+
+    Returns:
+        The choices found, also those for a default.
+
+    Example:
+        >>> found = tune([(8, 16, 16)], dtypes=[torch.float32], activations=["relu"], seconds=0.0, save=False)
+        >>> sorted({choice.operation for choice in found})
+        ['forward', 'grad_input', 'grad_weight', 'relu']
+    """
+    native = load_native()
+    before = choices()
+    set_choices([])  # measured against the defaults
+    found: list[Choice] = []
+    total = len(shapes) * len(dtypes) * (len(PRODUCTS) + 2 * len(activations))
+    bar = progress and sys.stderr.isatty()
+
+    def note(choice: Choice) -> None:
+        found.append(choice)
+        if bar:
+            done = round(30 * len(found) / total)
+            text = f"{choice.operation} {choice.dtype} {choice.m}x{choice.k}x{choice.n}: {choice.faster}"
+            sys.stderr.write(f"\r\x1b[2K[{'#' * done}{'.' * (30 - done)}] {len(found)}/{total}  {text}")
+            sys.stderr.flush()
+
+    try:
+        for shape in shapes:
+            for dtype in dtypes:
+                name = str(dtype).removeprefix("torch.")
+                for operation, a, b in _product_cases(shape, dtype):
+                    wins = native.has_onednn() and _faster(
+                        lambda a=a, b=b: native.product(False, a, b, None),
+                        lambda a=a, b=b: native.product(True, a, b, None),
+                        seconds,
+                    )
+                    m, k, n = a.shape[0], a.shape[1], b.shape[1]
+                    note(Choice(operation, name, m, k, n, "onednn" if wins else "aten"))
+        products = list(found)
+        set_choices(products)  # blocks are measured with the products that they will have
+        for shape in shapes:
+            for dtype in dtypes:
+                name = str(dtype).removeprefix("torch.")
+                for activation in activations:
+                    for training in (False, True):
+                        stock, fused = _block(functional.find_activation(activation, {}), shape, dtype, training)
+                        faster = "stock" if _faster(fused, stock, seconds) else "fused"
+                        note(Choice(activation, name, *shape, faster, training))
+    except BaseException:
+        set_choices(before)
+        raise
+    finally:
+        if bar:
+            sys.stderr.write("\r\x1b[2K")
+    if save:
+        path = tuning_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record = {"format": FORMAT, "processor": _processor(), "threads": torch.get_num_threads()}
+        lines = {
+            (line.operation, line.training, line.dtype, line.m, line.k, line.n): line for line in (*_saved(), *found)
+        }
+        record |= {"torch": torch.__version__, "choices": [asdict(line) for line in lines.values()]}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    set_choices([*before, *found])
+    return found
+
+
+with contextlib.suppress(RuntimeError):  # no native library: said at the first use
+    reset()
