@@ -45,8 +45,12 @@ def test_both_trainings_use_the_named_implementations(demo: Any, monkeypatch: py
     for module in (torch.optim, fused_ops.optim):
         cls = module.AdamW
         monkeypatch.setattr(module, "AdamW", lambda *a, cls=cls, **k: used.append(cls) or cls(*a, **k))
+    blocks: list[int] = []
+    fuse = fused_ops.fuse
+    monkeypatch.setattr(fused_ops, "fuse", lambda model: blocks.append(len(fuse(model).replaced)))
     demo.train_both(demo.parse_arguments([*TINY[:1], "1", *TINY[2:], "--device", "cpu"]))
     assert [cls.__module__.split(".")[0] for cls in used] == ["torch", "fused_ops"]
+    assert blocks == [1]  # once, on the fused side: the MLP of its one layer
 
 
 def test_default_model_has_about_ten_million_parameters(demo: Any) -> None:
@@ -75,13 +79,14 @@ def test_text_is_python_source(demo: Any) -> None:
 
 def test_summary_and_plot(demo: Any, tmp_path: Path) -> None:
     steps = {
-        demo.STOCK: [demo.Step(5.0 - 0.1 * i, 0.2, 0.04) for i in range(20)],
-        demo.FUSED: [demo.Step(5.0 - 0.1 * i + (i == 10) * 0.004, 0.16, 0.004) for i in range(20)],
+        demo.STOCK: [demo.Step(5.0 - 0.1 * i, 0.2, 0.15, 0.04) for i in range(20)],
+        demo.FUSED: [demo.Step(5.0 - 0.1 * i + (i == 10) * 0.004, 0.16, 0.12, 0.004) for i in range(20)],
     }
     summary = demo.summary(steps)
     assert "Losses of steps 1 to 6 differ by at most 0.0e+00 of their value." in summary
     assert "Losses of steps 1 to 20 differ by at most 1.0e-03 of their value." in summary
-    assert "The optimizer is 10.0x faster, a whole training step 1.25x." in summary
+    expected = "The optimizer is 10.0x faster, the model's forward and backward pass 1.25x, a whole training step 1.25x."
+    assert expected in summary
     pytest.importorskip("matplotlib")
     assert demo.save_plot(steps, "title", tmp_path / "demo.png")
     assert (tmp_path / "demo.png").read_bytes()[:4] == b"\x89PNG"
