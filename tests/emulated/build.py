@@ -25,6 +25,7 @@ SANITIZERS = {
     "thread": ["-O1", "-g", "-fsanitize=thread"],
 }
 PROGRAM = ["emulated_walk.cpp", "fibers.cpp", "walk_test.cpp"]
+EPILOGUE_PROGRAM = ["emulated_epilogue.cpp", "fibers.cpp", "epilogue_test.cpp"]
 
 
 def compiler() -> list[str]:
@@ -55,7 +56,7 @@ def program(
         hidden = sanitizer == "thread" and source == "fibers.cpp"
         instrumentation = ["-O2", "-DEMULATION_TSAN"] if hidden else SANITIZERS[sanitizer]
         jobs.append(
-            (FOLDER / source, csrc if source == "emulated_walk.cpp" else ROOT / "csrc", [*instrumentation, *flags])
+            (FOLDER / source, csrc if source.startswith("emulated_") else ROOT / "csrc", [*instrumentation, *flags])
         )
     if "walk_test.cpp" in sources:
         jobs += [(path, ROOT / "csrc", ["-O2"]) for path in sorted((ROOT / "csrc/core/cpu").glob("*.cpp"))]
@@ -72,7 +73,7 @@ def module() -> ModuleType:
 
     target = BUILD / "module"
     target.mkdir(parents=True, exist_ok=True)
-    sources = [FOLDER / "emulated_walk.cpp", FOLDER / "fibers.cpp", FOLDER / "bindings.cpp"]
+    sources = [FOLDER / name for name in ("emulated_walk.cpp", "emulated_epilogue.cpp", "fibers.cpp", "bindings.cpp")]
     sources += [path for path in sorted((ROOT / "csrc/torch").glob("*.cpp")) if path.stem != "registry"]
     result = cpp_extension.load(
         "fused_ops_emulated",
