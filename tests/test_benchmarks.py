@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmark measures what it says: shapes, ratios, floors, and it catches an optimizer that is wrong."""
+"""The benchmark measures what it says: shapes, ratios, floors, and it catches what is wrong."""
 
 from __future__ import annotations
 
@@ -394,3 +394,191 @@ def test_competing_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with load("measurement").competing_process(True):
         assert seen[0].poll() is None
     assert seen[0].poll() is not None
+
+
+# ---- linear layers ----
+
+
+def linear_row(**changes: Any) -> dict[str, Any]:
+    values = {"block": "layer", "activation": "gelu", "shape": [512, 768, 3072], "precision": "fp32"}
+    return {**values, "mode": "forward", "threads": 2, "metrics": {}, **changes}
+
+
+BACKWARD = "forward+backward"
+
+
+@pytest.mark.parametrize(
+    ("changes", "metric", "passing", "failing"),
+    [
+        ({"activation": "identity"}, "vs stock", 0.98, 0.97),
+        ({"activation": "silu", "precision": "bf16", "mode": BACKWARD}, "vs stock", 1.0, 0.97),
+        ({}, "vs stock", 1.3, 1.19),
+        ({"mode": BACKWARD}, "vs stock", 1.25, 1.09),
+        ({"shape": [16, 10, 10], "mode": BACKWARD}, "vs stock", 3.0, 2.9),
+        ({"shape": [16, 10, 10], "mode": BACKWARD, "activation": "relu"}, "vs stock", 1.5, 1.49),
+        ({"shape": [16, 10, 10]}, "vs stock functional", 3.0, 2.9),
+        ({"shape": [16, 10, 10], "activation": "relu"}, "vs stock functional", 2.0, 1.9),
+        ({"shape": [64, 4096, 11008]}, "vs stock", 1.7, 1.69),
+        ({"shape": [64, 4096, 11008], "mode": BACKWARD}, "vs stock", 1.4, 1.39),
+        ({"shape": [16384, 256, 1024], "mode": BACKWARD, "activation": "gelu_tanh"}, "vs stock", 1.3, 1.29),
+        ({"shape": [65536, 64, 64], "mode": BACKWARD}, "vs stock", 1.25, 1.19),
+        ({"block": "mlp", "activation": "gelu_new", "mode": BACKWARD}, "vs stock", 1.3, 1.29),
+        ({"block": "gated mlp", "activation": "silu", "mode": BACKWARD}, "vs stock", 1.15, 1.14),
+        ({"precision": "bf16"}, "vs compiled", 1.0, 0.99),
+        ({"block": "mlp", "mode": BACKWARD}, "saved bytes of stock's", 0.5, 0.51),
+        ({"block": "gate", "mode": BACKWARD, "precision": "bf16"}, "saved hidden tensors", 2.0, 2.5),
+    ],
+)
+def test_linear_floors(changes: dict[str, Any], metric: str, passing: float, failing: float) -> None:
+    judge = load("linear_floors").judge
+    for value, passed in ((passing, True), (failing, False)):
+        verdicts = judge([linear_row(**changes, metrics={metric: value})])
+        assert verdicts
+        assert all(verdict.passed for verdict in verdicts) is passed
+        assert any(str(verdict).startswith("MISS") for verdict in verdicts) is not passed
+
+
+def test_floors_of_geometric_means() -> None:
+    """1.2 and 1.45 miss one floor of each, but their mean is over 1.3; identity and other threads do not count."""
+    judge = load("linear_floors").judge
+    rows = [linear_row(shape=[128, 784, 512], metrics={"vs stock": value}) for value in (1.2, 1.45)]
+    others = [linear_row(activation="identity", metrics={"vs stock": 1.0}), linear_row(threads=8)]
+    (mean,) = [v for v in judge([*rows, *others]) if v.floor.mean]
+    assert mean.value == pytest.approx((1.2 * 1.45) ** 0.5)
+    assert mean.passed
+    assert "geometric mean of 2 rows, fp32 forward" in str(mean)
+    assert judge([linear_row(threads=8, metrics={"vs stock": 0.1, "vs compiled": 0.1})]) == []
+
+
+SMALL = (33, 5, 7)
+LINEAR_CASES = [
+    *((block, "silu") for block in ("layer", "gate", "mlp", "gated mlp")),
+    *(("layer", activation) for activation in ("identity", "relu", "gelu", "gelu_tanh", "gelu_new")),
+    ("mlp", "gelu_new"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("block", "activation"), LINEAR_CASES)
+def test_every_linear_contender_agrees_with_the_oracle(block: str, activation: str, precision: str) -> None:
+    module = load("linear_contenders")
+    problem = module.Problem.of(module.LinearCase(block, activation, SMALL, precision), CPU)
+    oracle = module.Oracle(problem)
+    callables = problem.callables(module.TRAINING, compiled=False)
+    assert {"stock", "fused_ops"} <= callables.keys()
+    assert ("stock functional" in callables) is (block == "layer" and activation not in ("identity", "gelu_new"))
+    for function in callables.values():
+        assert oracle.verify(function) is None
+        for leaf in problem.leaves():
+            assert leaf.grad is not None
+
+
+def test_contenders_share_their_parameters() -> None:
+    module = load("linear_contenders")
+    for block in ("layer", "gate", "mlp", "gated mlp"):
+        problem = module.Problem.of(module.LinearCase(block, "silu", SMALL, "fp32"), CPU)
+        ours = list(problem.ours().parameters())
+        assert [id(p) for p in ours] == [id(p) for p in problem.stock.parameters()]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault", ["no bias", "gradient halved", "frozen", "one element"])
+def test_a_wrong_layer_is_caught(fault: str, precision: str) -> None:
+    module = load("linear_contenders")
+    problem = module.Problem.of(module.LinearCase("layer", "gelu", SMALL, precision), CPU)
+    linear = problem.stock[0]
+
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        y = problem.stock(x)
+        if fault == "no bias":
+            return torch.nn.functional.gelu(x @ linear.weight.t())
+        if fault == "gradient halved":
+            return y + 0.5 * (y.detach() - y)
+        if fault == "frozen":
+            return torch.nn.functional.gelu(torch.nn.functional.linear(x, linear.weight.detach(), linear.bias))
+        return torch.cat([y[:-1], y[-1:] + 1])
+
+    message = module.Oracle(problem).verify(wrong)
+    assert message is not None
+    assert "gives no" in message if fault == "frozen" else "differs from the float64 oracle" in message
+
+
+def test_saved_bytes_of_stock_blocks() -> None:
+    module = load("linear_contenders")
+    hidden = 33 * 7 * 4
+    for block, tensors in (("mlp", 2), ("gated mlp", 4), ("gate", 3)):
+        problem = module.Problem.of(module.LinearCase(block, "silu", SMALL, "fp32"), CPU)
+        assert module.saved_bytes(problem, problem.stock) == tensors * hidden
+
+
+def test_training_starts_from_no_gradient_and_accumulation_from_the_last() -> None:
+    module = load("linear_contenders")
+    problem = module.Problem.of(module.LinearCase("layer", "gelu", SMALL, "fp32"), CPU)
+    weight = problem.stock[0].weight
+    train = problem.routine(problem.stock, module.TRAINING)
+    train()
+    once = weight.grad.clone()
+    train()
+    assert torch.equal(weight.grad, once)
+    accumulate = problem.routine(problem.stock, module.ACCUMULATING)
+    kept = weight.grad
+    accumulate()
+    assert weight.grad is kept
+    torch.testing.assert_close(weight.grad, 2 * once)
+
+
+@pytest.fixture
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, module = load("bench_linear"), load("linear_contenders")
+    monkeypatch.setattr(bench, "SHAPES", (SMALL, (4, 3, 2)))
+    blocks = tuple(
+        module.LinearCase(block, activation, SMALL, precision)
+        for block, activation in (("mlp", "gelu_new"), ("gated mlp", "silu"))
+        for precision in ("fp32", "bf16")
+    )
+    monkeypatch.setattr(bench, "BLOCKS", blocks)
+    monkeypatch.setattr(bench, "ACCUMULATED", (SMALL,))
+    times = {"fused_ops": 1e-3, "fused_ops functional": 1e-3, "products alone": 0.5e-3}
+
+    def interleave(routines: dict[str, Any], device: torch.device, **_: Any) -> dict[str, list[float]]:
+        for routine in routines.values():
+            routine()
+        return {name: [times.get(name, 2e-3) * factor for factor in (2, 1, 3)] for name in routines}
+
+    monkeypatch.setattr(bench, "interleave", interleave)
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_the_whole_linear_benchmark_on_small_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench = load("bench_linear")
+    assert bench.main(["--threads", "2", "--output", str(tmp_path)]) == 0
+    record = json.loads((tmp_path / "linear.json").read_text())
+    keys = {(r["block"], r["activation"], *r["shape"], r["precision"], r["mode"]) for r in record["rows"]}
+    assert len(keys) == len(record["rows"]) == 2 * 2 * 7 * 2 + 4 * 2 + 2
+    for row in record["rows"]:
+        assert row["metrics"]["vs stock"] == 2.0
+        assert row["metrics"]["share of limit"] == 0.5
+        assert row["metrics"]["limit vs stock"] == 4.0
+        assert row["contenders"]["fused_ops"]["milliseconds"] == {"median": 2.0, "lower": 1.5, "upper": 2.5}
+        assert {entry["error"] for entry in row["contenders"].values()} == {None}
+        assert ("saved hidden tensors" in row["metrics"]) is (row["mode"] == BACKWARD)
+    assert "| block " in (tmp_path / "linear.md").read_text()
+    assert "geometric mean of 12 rows, fp32 forward: vs stock 2, at least 1.3" in capsys.readouterr().out
+    if find_spec("matplotlib"):
+        assert (tmp_path / "linear.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.usefixtures("small_shapes")
+def test_check_of_the_linear_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench, module = load("bench_linear"), load("linear_contenders")
+    arguments = ["--activations", "silu", "--precisions", "fp32", "--modes", "forward", "--output", str(tmp_path)]
+    assert bench.main([*arguments, "--check", "--threads", "2"]) == 0
+    slow = {"stock": 1e-3, "stock functional": 1e-3}
+    monkeypatch.setattr(
+        bench, "interleave", lambda routines, device, **_: {name: [slow.get(name, 2e-3)] for name in routines}
+    )
+    assert bench.main([*arguments, "--check", "--threads", "2"]) == 1
+    assert bench.main([*arguments, "--check", "--threads", "3"]) == 0  # no floor is for three
+    assert bench.main([*arguments, "--threads", "2"]) == 0
+    monkeypatch.setattr(module.Problem, "ours", lambda self: torch.nn.Sequential(self.stock, torch.nn.ReLU()))
+    assert bench.main(arguments) == 1  # wrong, hence failed, whatever its speed

@@ -22,7 +22,7 @@ class Plain(torch.autograd.Function):
     """The formulas of the operator, written out; `fault` names what is wrong in it."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917
+    def forward(
         ctx: Any,
         fault: str,
         activation: str,
