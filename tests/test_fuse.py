@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import fused_ops.functional
+import fused_ops.nn
 from fused_ops.fuse import FuseReport, fuse
 from fused_ops.nn.activation import ACTIVATIONS, Activation
 
@@ -760,6 +761,14 @@ def test_twice_and_undo() -> None:
     assert len(fuse(model).replaced) == 3
     first.undo()
     assert type(model.get_submodule("layers.0")) is not MLP
+
+
+def test_fused_layers_are_fused_already() -> None:
+    layers = fused_ops.nn
+    model = nn.Sequential(layers.LinearAct(4, 4), nn.ReLU(), layers.MLP(4, 4), layers.GatedMLP(4, 4))
+    report = fuse(model)
+    assert not report.replaced
+    assert [one.reason for one in report.left] == ["is fused already"] * 6
 
 
 def test_undo_after_another_tool() -> None:

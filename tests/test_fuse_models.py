@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fused_ops.fuse import fuse
+from fused_ops.nn.activation import Activation
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,25 @@ def test_undo(row: Model) -> None:
     report.undo()
     after = [(module, type(module)) for module in model.modules()]
     assert all(m is n and kind is other for (m, kind), (n, other) in zip(before, after, strict=True))
+
+
+def activations_of(package: str) -> dict[str, nn.Module]:
+    library = pytest.importorskip(package)
+    if package == "transformers.activations":
+        return {name: library.ACT2FN[name] for name in library.ACT2CLS}
+    kinds = {name: kind for name, kind in vars(library).items() if isinstance(kind, type)}
+    return {name: kind() for name, kind in kinds.items() if issubclass(kind, nn.Module) and kind is not nn.Module}
+
+
+@pytest.mark.parametrize(("package", "known"), [("transformers.activations", 19), ("timm.layers.activations", 9)])
+def test_activations_are_what_they_are_taken_for(package: str, known: int) -> None:
+    z = 5 * torch.randn(200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = {name: (module, Activation.of(module)) for name, module in activations_of(package).items()}
+    recognised = {name: activation for name, (_, activation) in found.items() if activation is not None}
+    assert len(recognised) >= known, sorted(found.keys() - recognised.keys())
+    for name, activation in recognised.items():
+        # Their own formulas have constants with ten digits.
+        torch.testing.assert_close(activation.reference(z), found[name][0](z), rtol=1e-7, atol=1e-8, msg=name)
 
 
 @pytest.mark.slow

@@ -47,6 +47,10 @@ def looks_linear(module: nn.Module | None) -> bool:
     return isinstance(module, nn.Linear) or is_conv1d(type(module))
 
 
+def _is_ours(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("fused_ops.")
+
+
 def _name_of_hook(hook: Any) -> str:
     names = {"WeightNorm": "weight_norm", "SpectralNorm": "spectral_norm"}
     name = getattr(hook, "__name__", type(hook).__name__)
@@ -77,7 +81,7 @@ def obstacle(linear: nn.Module) -> str | None:
     """Why a linear layer cannot be part of a fused call."""
     kind = type(linear)
     reason = altered(linear)
-    if kind.__module__.split(".")[0] == "fused_ops":
+    if _is_ours(linear):
         reason = "is fused already"
     elif isinstance(linear, LazyModuleMixin):
         reason = "is not initialized yet: run the model once, then fuse it"
@@ -222,7 +226,7 @@ def plan_block(block: nn.Module, refuse: Refuse) -> tuple[Plan | None, dict[str,
     Raises:
         Unproven: the block has to be left alone as a whole.
     """
-    if isinstance(block, FusedBlock):
+    if isinstance(block, FusedBlock) or _is_ours(block):
         raise Unproven("is fused already")
     if isinstance(block, (torch.jit.ScriptModule, torch.fx.GraphModule)):
         raise Unproven(f"is in a {type(block).__name__}")
