@@ -325,6 +325,20 @@ class SelfGate(Gated):
         return self.down_proj(self.act_fn(gate) * gate)
 
 
+class OwnPickling(MLP):
+    def __reduce__(self) -> Any:
+        return OwnPickling, ()
+
+
+class OwnLayout(MLP):
+    """Keeps its class."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            raise TypeError("no other class")
+        super().__setattr__(name, value)
+
+
 def with_(change: Callable[[Any], Any], make: Callable[[], nn.Module] = lambda: sequential(nn.GELU())) -> Any:
     """A model to which something has been done."""
 
@@ -415,6 +429,8 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "no gate": (NotAGate, "gate_proj", "its forward uses"),
     "gate of itself": (SelfGate, "gate_proj", "is not a chain"),
     "adapter in the block": (with_(wrap("fc1"), MLP), "fc2", "no activation behind it"),
+    "its own way of pickling": (OwnPickling, "fc1", "is pickled in its own way"),
+    "its class cannot be exchanged": (OwnLayout, "fc1", "whose class cannot be exchanged: no other class"),
     "attention's projection": (lambda: nn.MultiheadAttention(4, 2), "out_proj", "a subclass of Linear"),
 }
 

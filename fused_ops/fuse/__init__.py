@@ -103,18 +103,23 @@ def _fuse_block(block: nn.Module, selection: _Selection, verified: bool, report:
         plan, refused, units = _plan(block, lambda child: selection.refusal(block, child), verified)
         if plan is not None:
             rows = [_row(block, name, unit, saved, verified) for unit, saved in units]
-            swap = Swap(block, type(block), fused_class(type(block), plan))
-            block.__class__ = swap.fused
-            report.swaps.append(swap)
+            report.swaps.append(_swap(block, plan))
             report.replaced.extend(rows)
     except Unproven as unproven:
-        why = str(unproven)
-    except TypeError as error:  # from the assignment to __class__
-        plan, why = None, f"is in a block whose class cannot be exchanged: {error}"
+        plan, why = None, str(unproven)
     for child in linears:
         if plan is None or child not in plan.linears:
             reason = refused.get(child) or obstacle(block.get_submodule(child)) or why
             report.left.append(Left(_join(name, child), reason))
+
+
+def _swap(block: nn.Module, plan: Plan) -> Swap:
+    swap = Swap(block, type(block), fused_class(type(block), plan))
+    try:
+        block.__class__ = swap.fused
+    except TypeError as error:
+        raise Unproven(f"is in a block whose class cannot be exchanged: {error}") from None
+    return swap
 
 
 def _row(block: nn.Module, name: str, steps: tuple[FeedForward, ...], saved: float | None, verified: bool) -> Replaced:
