@@ -164,7 +164,7 @@ class Problem:
         ours = self.ours()
         if mode == ACCUMULATING:
             import_module("fused_ops.nn").accumulate_grad(ours)
-        entries = {STOCK: self.stock, OURS: ours}
+        entries: dict[str, Callable[[Tensor], Tensor]] = {STOCK: self.stock, OURS: ours}
         if compiled:
             torch.compiler.reset()
             entries[COMPILED] = torch.compile(self.stock, fullgraph=True)

@@ -340,7 +340,7 @@ def test_a_hook_on_a_submodule_is_not_passed_over(name: str) -> None:
     stock = make(name, 1)
     for network in (module, stock):
         first = next(iter(network.children()))
-        first.register_forward_hook(lambda _, args, output: 2 * output)
+        first.register_forward_hook(lambda module, args, output: 2 * output)  # pyright: ignore
     assert_close(results(module, sample(5)), results(stock, sample(5)))
 
 
@@ -385,7 +385,7 @@ def replaced_submodule(module: nn.Module) -> None:
 
 def patched_forward(module: nn.Module) -> None:
     for linear in [m for m in module.modules() if type(m) is nn.Linear]:
-        linear.forward = lambda x, base=linear: 3 * F.linear(x, base.weight, base.bias)
+        linear.forward = lambda input, base=linear: 3 * F.linear(input, base.weight, base.bias)
 
 
 @pytest.mark.parametrize(
@@ -426,8 +426,8 @@ def test_tied_weights() -> None:
 
     x = sample(5)
     outputs = [
-        act(act(x, embedding, None), embedding.t(), None)
-        for act in (lambda *a: linear_act(*a, "gelu"), lambda *a: F.gelu(F.linear(*a)))
+        linear_act(linear_act(x, embedding), embedding.t()),
+        F.gelu(F.linear(F.gelu(F.linear(x, embedding)), embedding.t())),
     ]
     assert_close(*(torch.autograd.grad(output.square().sum(), embedding) for output in outputs))
 
@@ -436,7 +436,8 @@ def test_tied_weights() -> None:
 def process_group() -> Iterator[None]:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

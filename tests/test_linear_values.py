@@ -283,8 +283,8 @@ def test_the_same_bits_every_time_and_from_a_retained_graph(device: str, form: s
     block = Block(form, activation, (333,), 33, 65, 17, device=device)
     output = block.fused(**block.tensors)
     leaves = list(block.trainable.values())
-    runs = [torch.autograd.grad(output, leaves, block.grad_output, retain_graph=True) for _ in range(2)]
-    runs.append(torch.autograd.grad(output, leaves, block.grad_output))
+    runs = [[*torch.autograd.grad(output, leaves, block.grad_output, retain_graph=True)] for _ in range(2)]
+    runs.append([*torch.autograd.grad(output, leaves, block.grad_output)])
     runs.append(list(block.run().values())[1:])
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
