@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m fused_ops info | verify | bench: what was built, whether it is right here, and what it gains here."""
+"""python -m fused_ops info | verify | bench | tune: what was built, whether it is right, what it gains, and what runs."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from . import dispatch
 from ._build import best_device, build_info
 
 # One row an optimizer and a set of its arguments.
@@ -173,6 +174,31 @@ def bench(options: argparse.Namespace) -> int:
     return 0
 
 
+def parse_shape(text: str) -> tuple[int, int, int]:
+    sizes = tuple(int(size) for size in text.split("x"))
+    if len(sizes) != 3 or min(sizes) < 1:
+        raise ValueError
+    return sizes
+
+
+def tune(options: argparse.Namespace) -> int:
+    found = dispatch.tune(options.shapes or dispatch.SHAPES, seconds=options.seconds)
+    rows: list[Sequence[str]] = [("operation", "dtype", "m", "k", "n", "faster")]
+    for line in found:
+        if line.faster in ("onednn", "stock"):
+            mode = "" if line.operation in dispatch.PRODUCTS else ", training" if line.training else ", inference"
+            rows.append((line.operation + mode, line.dtype, str(line.m), str(line.k), str(line.n), line.faster))
+    print(
+        f"{len(found)} choices measured; where the default is not the fastest:"
+        if len(rows) > 1
+        else f"{len(found)} choices measured: the default is the fastest everywhere."
+    )
+    if len(rows) > 1:
+        say(rows)
+    print(f"Saved in {dispatch.tuning_file()}")
+    return 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fused_ops", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -186,10 +212,14 @@ def main(arguments: list[str] | None = None) -> int:
     bench_parser.add_argument("--elements", type=int, default=8_000_000, help="of a large one (default: %(default)s)")
     bench_parser.add_argument("--repeats", type=int, default=9, help="timed steps (default: %(default)s)")
     bench_parser.set_defaults(run=bench)
+    tune_parser = commands.add_parser("tune", help="measure what is faster for linear layers, and save it")
+    tune_parser.add_argument("shapes", nargs="*", type=parse_shape, metavar="ROWSxINxOUT", help="default: eight shapes")
+    tune_parser.add_argument("--seconds", type=float, default=0.3, help="a comparison (default: %(default)s)")
+    tune_parser.set_defaults(run=tune)
     for subparser in (verify_parser, bench_parser):
         subparser.add_argument("--device", type=torch.device, help="default: the best one found")
     options = parser.parse_args(arguments)
-    if options.run is not info:
+    if options.run in (verify, bench):
         options.device = options.device or best_device()
     return options.run(options)
 

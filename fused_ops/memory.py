@@ -22,8 +22,8 @@ def keep_freed_memory(enabled: bool = True) -> bool:
 
     By default glibc asks the kernel for fresh memory for each large tensor (from 32 MiB on, sooner for the first of a
     size) and gives it back when the tensor is freed. The kernel clears every page when it is first touched, which takes
-    longer than many an operation on it. With this call freed memory stays with the process: its resident size remains at
-    its peak, and memory may fragment. Call it once, before the model is made. Operations of fused_ops have a pool of
+    longer than many an operation on it. With this call freed memory stays with the process: its resident size remains
+    at its peak, and memory may fragment. Call it once, before the model is made. Operations of fused_ops have a pool of
     their own and gain less: see buffer_pool().
 
     Args:
@@ -45,15 +45,16 @@ def keep_freed_memory(enabled: bool = True) -> bool:
     else:
         settings = {_M_MMAP_MAX: 65536, _M_TRIM_THRESHOLD: 128 << 10, _M_TOP_PAD: 128 << 10}
         settings[_M_MMAP_THRESHOLD] = 128 << 10
-    return all([mallopt(parameter, value) == 1 for parameter, value in settings.items()])
+    results = [mallopt(parameter, value) for parameter, value in settings.items()]  # all are set, whatever one returns
+    return results == [1] * len(results)
 
 
 def buffer_pool() -> dict[str, int]:
-    """What the pool of fused_ops' own results holds: outputs, saved activations and gradients on the CPU, 1 MiB or more.
+    """What the pool of fused_ops' own results of 1 MiB or more holds: outputs, saved activations, gradients on the CPU.
 
     Returns:
         kept_bytes: memory that no tensor uses now, kept for the next results of about the same size.
-        limit_bytes: the most that is kept: an eighth of the machine's memory, unless set_buffer_pool_limit() was called.
+        limit_bytes: the most that is kept: an eighth of the machine's memory, or what set_buffer_pool_limit() said.
         reused, fresh: results that got kept memory, and those that did not.
 
     Raises:

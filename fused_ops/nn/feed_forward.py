@@ -69,14 +69,29 @@ class LinearAct(nn.Linear):
         return layer.train(linear.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.feed_forward(input, self.weight, self.bias, None, None, None, None, self.activation)
+        parameters = self._parameters  # a look-up through the module costs a tenth of a small layer
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if weight is None or bias is None:  # parametrized or pruned, or without a bias
+            weight, bias = self.weight, self.bias
+        return functional.feed_forward(input, weight, bias, None, None, None, None, self.activation)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation}"
 
 
+def _only_hold_parameters(*linears: nn.Module) -> bool:
+    """Whether calling these modules would do no more than their matrix product: no hook, adapter or other subclass."""
+    return all(
+        type(linear) is nn.Linear
+        and not (linear._forward_hooks or linear._forward_pre_hooks)
+        and not (linear._backward_hooks or linear._backward_pre_hooks)
+        and "forward" not in linear.__dict__
+        for linear in linears
+    )
+
+
 class _FeedForward(nn.Module):
-    """A block made of nn.Linear modules that only hold the parameters."""
+    """A block made of nn.Linear modules that only hold the parameters; should they do more, they are called."""
 
     def __init__(self, activation: Any, parameters: dict[str, float]) -> None:
         super().__init__()
@@ -125,6 +140,8 @@ class GatedLinear(_FeedForward):
 
     def forward(self, input: Tensor) -> Tensor:
         gate, up = self.gate_proj, self.up_proj
+        if not _only_hold_parameters(gate, up):
+            return self.activation.reference(gate(input)) * up(input)
         return functional.feed_forward(input, gate.weight, gate.bias, up.weight, up.bias, None, None, self.activation)
 
 
@@ -167,6 +184,8 @@ class MLP(_FeedForward):
 
     def forward(self, input: Tensor) -> Tensor:
         fc1, fc2 = self.fc1, self.fc2
+        if not _only_hold_parameters(fc1, fc2):
+            return fc2(self.activation.reference(fc1(input)))
         return functional.feed_forward(input, fc1.weight, fc1.bias, None, None, fc2.weight, fc2.bias, self.activation)
 
 
@@ -213,6 +232,8 @@ class GatedMLP(_FeedForward):
 
     def forward(self, input: Tensor) -> Tensor:
         gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        if not _only_hold_parameters(gate, up, down):
+            return down(self.activation.reference(gate(input)) * up(input))
         return functional.feed_forward(
             input, gate.weight, gate.bias, up.weight, up.bias, down.weight, down.bias, self.activation
         )

@@ -43,8 +43,8 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
 
     Stock PyTorch computes the gradient of each micro-batch into fresh memory and then adds that to .grad: for a weight
     of n bytes, 4 n bytes are moved besides the product (the new gradient written and read, .grad read and written).
-    Here the product reads and writes .grad itself, 2 n bytes. Keep gradients between steps for it to help from the first
-    micro-batch on: optimizer.zero_grad(set_to_none=False).
+    Here the product reads and writes .grad itself, 2 n bytes. Keep gradients between steps for it to help from the
+    first micro-batch on: optimizer.zero_grad(set_to_none=False).
 
     A weight with an attribute `main_grad`, a tensor of its shape and of any floating-point dtype, has its gradient
     added to that one and .grad left alone.

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dispatch: the table decides what runs, results differ by rounding only, and tune() measures, saves and restores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fused_ops import dispatch, functional
+from fused_ops._build import load_native
+from fused_ops.dispatch import Choice
+
+
+@pytest.fixture(autouse=True)
+def own_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("FUSED_OPS_TUNING", str(tmp_path / "tuning.json"))
+    dispatch.set_choices([])
+    yield
+    monkeypatch.undo()
+    dispatch.reset()
+
+
+def tensors(m: int = 6, k: int = 5, n: int = 7, dtype: torch.dtype = torch.float32) -> list[Any]:
+    generator = torch.Generator().manual_seed(m * k * n)
+    return [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in ((m, k), (n, k), (n,))] + [
+        None
+    ] * 4
+
+
+def results(operands: list[Any], activation: str = "gelu") -> list[torch.Tensor]:
+    output = functional.feed_forward(*operands, functional.find_activation(activation, {}))
+    leaves = [tensor for tensor in operands if tensor is not None]
+    return [output, *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def is_fused(operands: list[Any], activation: str) -> bool:
+    output = functional.feed_forward(*operands, functional.find_activation(activation, {}))
+    return output.grad_fn is not None and "BlockFunction" in output.grad_fn.name()
+
+
+def test_stock_is_chosen_for_its_activation_type_and_size_only() -> None:
+    dispatch.set_choices([Choice("gelu", "float32", 6, 5, 7, "stock")])
+    assert not is_fused(tensors(), "gelu")
+    assert not is_fused(tensors(5, 4, 4), "gelu")  # of the same powers of two
+    assert is_fused(tensors(8, 5, 7), "gelu")
+    assert is_fused(tensors(6, 5, 8), "gelu")
+    assert is_fused(tensors(), "relu")
+    assert is_fused(tensors(dtype=torch.float64), "gelu")
+    dispatch.set_choices([*dispatch.choices(), Choice("gelu", "float32", 6, 5, 7, "fused")])
+    assert is_fused(tensors(), "gelu")  # the later line holds
+
+
+def test_inference_and_training_are_chosen_apart() -> None:
+    operands = tensors(200, 30, 40)
+    stock = functional._composed(operands, functional.find_activation("gelu", {}))
+    dispatch.set_choices([Choice("gelu", "float32", 200, 30, 40, "stock", training=False)])
+    assert is_fused(operands, "gelu")
+    with torch.no_grad():
+        assert torch.equal(functional.linear_act(*operands[:3], "gelu"), stock)
+        dispatch.set_choices([])
+        assert not torch.equal(functional.linear_act(*operands[:3], "gelu"), stock)  # they round differently
+
+
+@pytest.mark.parametrize("operation", dispatch.PRODUCTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_choice_agrees_with_the_default(operation: str, dtype: torch.dtype) -> None:
+    if not load_native().has_onednn():
+        pytest.skip("this torch has no oneDNN")
+    operands = tensors(12, 20, 9, dtype)
+    expected = results(operands)
+    name = str(dtype).removeprefix("torch.")
+    shape = {"forward": (12, 20, 9), "grad_input": (12, 9, 20), "grad_weight": (9, 12, 20)}[operation]
+    dispatch.set_choices([Choice(operation, name, *shape, "onednn")])
+    eps = torch.finfo(dtype).eps
+    for ours, theirs in zip(results(operands), expected, strict=True):
+        assert (ours - theirs).abs().max() <= 8 * eps * theirs.abs().max()
+
+
+def test_stock_agrees_with_fused() -> None:
+    expected = results(tensors())
+    dispatch.set_choices([Choice("gelu", "float32", 6, 5, 7, "stock")])
+    for ours, theirs in zip(results(tensors()), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_tune_measures_saves_and_is_read_again() -> None:
+    shapes, seconds = [(8, 16, 16), (4, 8, 32)], 0.0
+    found = dispatch.tune(shapes, dtypes=[torch.float32], activations=["relu"], seconds=seconds, progress=False)
+    assert len(found) == 2 * (3 + 2)
+    assert dispatch.choices() == found
+    record = json.loads(dispatch.tuning_file().read_text())
+    assert record["format"] == 1
+    assert record["threads"] == torch.get_num_threads()
+    dispatch.tune(shapes[:1], dtypes=[torch.bfloat16], activations=[], seconds=seconds, progress=False)
+    dispatch.set_choices([])
+    dispatch.reset()
+    own = dispatch.choices()[len(dispatch.default_choices()) :]
+    assert own[: len(found)] == found
+    assert len(own) == len(found) + 3  # those for other types were kept
+
+
+def test_an_interrupted_tune_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [Choice("gelu", "float32", 6, 5, 7, "stock")]
+    dispatch.set_choices(before)
+
+    def interrupt(*arguments: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dispatch, "_faster", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        dispatch.tune([(8, 16, 16)], progress=False)
+    assert dispatch.choices() == before
+    assert not is_fused(tensors(), "gelu")
+    assert not dispatch.tuning_file().exists()
+
+
+def test_the_faster_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    durations = {"default": 2.0, "alternative": 1.0}
+    monkeypatch.setattr(dispatch, "_seconds", lambda name: durations[name])
+    assert dispatch._faster("default", "alternative", 0.0)  # type: ignore[arg-type]
+    durations["alternative"] = 1.95  # within what two equal routines differ by
+    assert not dispatch._faster("default", "alternative", 0.0)  # type: ignore[arg-type]
+
+
+def test_off_means_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSED_OPS_TUNING", "off")
+    dispatch.reset()
+    assert dispatch.choices() == []
+
+
+@pytest.mark.parametrize(
+    "text", ["no json", "[]", '{"format": 2, "choices": []}', '{"format": 1, "choices": [{"m": 1}]}']
+)
+def test_a_broken_file_is_left_out_with_a_warning(text: str) -> None:
+    dispatch.tuning_file().write_text(text)
+    with pytest.warns(UserWarning, match=r"tuning\.json is left out: .* Run fused_ops\.tune\(\) again"):
+        dispatch.reset()
+    assert dispatch.choices() == dispatch.default_choices()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("forward", "float32", 1, 1, 1, "stock"), r"expected faster in \(aten, onednn\) for forward, got 'stock'"),
+        (("gelu", "float32", 1, 1, 1, "onednn"), r"expected faster in \(fused, stock\) for gelu, got 'onednn'"),
+        (("glue", "float32", 1, 1, 1, "stock"), "expected activation in"),
+        (("gelu", "float", 1, 1, 1, "stock"), None),
+        (("gelu", "float33", 1, 1, 1, "stock"), "expected the name of a dtype, got 'float33'"),
+    ],
+)
+def test_choices_are_checked(arguments: tuple[Any, ...], message: str | None) -> None:
+    if message is None:
+        Choice(*arguments)
+        return
+    with pytest.raises(ValueError, match=message):
+        Choice(*arguments)
+
+
+@pytest.mark.parametrize("vendor", dispatch._ONEDNN)
+def test_default_tables_are_well_formed(vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_first_value", lambda *arguments: vendor)
+    table = dispatch.default_choices()
+    assert table
+    assert all(line.faster == "onednn" for line in table)
+    dispatch.set_choices(table)
