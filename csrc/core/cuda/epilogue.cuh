@@ -55,16 +55,15 @@ inline namespace FUSED_OPS_LEVEL {
 
 // Decides in the kernel which activation it is; the tests also compile kernels that have one only.
 struct AnyActivation {
-  template <class Visitor>
+  template <int kBegin = 0, int kEnd = kActivationCount, class Visitor>
   __device__ __forceinline__ static void visit(int activation, const Visitor& visitor) {
-    visit(activation, visitor, std::make_index_sequence<kActivationCount>{});
-  }
-
-  template <class Visitor, size_t... kIndex>
-  __device__ __forceinline__ static void visit(int activation, const Visitor& visitor, std::index_sequence<kIndex...>) {
-    ((int(kIndex) == activation ? (visitor.template operator()<std::tuple_element_t<kIndex, Activations>>(), true)
-                                : false) ||
-     ...);
+    constexpr int kMiddle = (kBegin + kEnd) / 2;
+    if constexpr (kEnd - kBegin == 1)
+      visitor.template operator()<std::tuple_element_t<kBegin, Activations>>();
+    else if (activation < kMiddle)
+      visit<kBegin, kMiddle>(activation, visitor);
+    else
+      visit<kMiddle, kEnd>(activation, visitor);
   }
 };
 
@@ -95,14 +94,6 @@ struct Mover {
   DType dtype;
   int width;
 
-  // The compiler is told that only a kernel that computes in double meets doubles.
-  __device__ __forceinline__ Mover(DType dtype_, int width_)
-      : dtype(sizeof(T) == 8               ? DType::kFloat64
-              : dtype_ == DType::kFloat32  ? DType::kFloat32
-              : dtype_ == DType::kBFloat16 ? DType::kBFloat16
-                                           : DType::kFloat16),
-        width(width_) {}
-
   __device__ __forceinline__ bool is_packed() const { return sizeof(T) == 4 && width == 8; }
   __device__ __forceinline__ int vector_rows() const { return width == 1 ? kVector<T> : 1; }
   __device__ __forceinline__ int unit_rows() const { return is_packed() ? 1 : 2 * vector_rows(); }
@@ -111,20 +102,22 @@ struct Mover {
   __device__ __forceinline__ uint4 load_vector(const char* address, int64_t gap, int rows) const {
     if (rows <= 0) return make_uint4(0, 0, 0, 0);
     if (width > 1) return load<uint4>(address, true);
-    uint64_t bits[kVector<T>];
+    Word words[4] = {};
 #pragma unroll
-    for (int i = 0; i < kVector<T>; ++i) bits[i] = i < rows ? load_bits(address + i * gap, dtype, true) : 0;
+    for (int i = 0; i < kVector<T>; ++i)
+      if (i < rows) words[i] = load_word(address + i * gap, true);
     if constexpr (sizeof(T) == 8)
-      return pack(bit_cast<double>(bits[0]), bit_cast<double>(bits[1]));
+      return pack(bit_cast<double>(words[0]), bit_cast<double>(words[1]));
     else
-      return make_uint4(uint32_t(bits[0]), uint32_t(bits[1]), uint32_t(bits[2]), uint32_t(bits[3]));
+      return make_uint4(words[0], words[1], words[2], words[3]);
   }
 
   __device__ __forceinline__ void unpack(T (&value)[kElements<T>], const uint4 (&vectors)[2]) const {
     if (width > 1 || dtype == kCompute<T>) return cuda::unpack(value, vectors, dtype);
+    if constexpr (sizeof(T) == 4) {
 #pragma unroll
-    for (int i = 0; i < kElements<T>; ++i)
-      value[i] = from_bits<T>(word(vectors[i / kVector<T>], i % kVector<T>), dtype);
+      for (int i = 0; i < kElements<T>; ++i) value[i] = converted(word(vectors[i / 4], i % 4));
+    }
   }
 
   __device__ __forceinline__ void store_unit(char* address, int64_t gap, const T (&value)[kElements<T>],
@@ -132,7 +125,7 @@ struct Mover {
     if (width == 1) {
 #pragma unroll
       for (int i = 0; i < kElements<T>; ++i)
-        if (i < rows) store_element(address + i * gap, value[i], dtype);
+        if (i < rows) store_one(address + i * gap, value[i]);
     } else if constexpr (sizeof(T) == 8) {
       store(address, pack(value[0], value[1]));
       if (rows > 1) store(address + gap, pack(value[2], value[3]));
@@ -144,12 +137,39 @@ struct Mover {
     }
   }
 
+  // One element: a load that waits for nothing, its conversion, a store.
+  using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
+  __device__ __forceinline__ Word load_word(const char* address, bool read_once) const {
+    if constexpr (sizeof(T) == 8) return load<unsigned long long>(address, read_once);
+    return dtype == DType::kFloat32 ? load<uint32_t>(address, read_once) : load<uint16_t>(address, read_once);
+  }
+  __device__ __forceinline__ T converted(Word bits) const {
+    if constexpr (sizeof(T) == 8)
+      return bit_cast<double>(bits);
+    else if (dtype == DType::kFloat32)
+      return bit_cast<float>(bits);
+    else if (dtype == DType::kBFloat16)
+      return widen(BFloat16{uint16_t(bits)});
+    else
+      return widen(Float16{uint16_t(bits)});
+  }
+  __device__ __forceinline__ void store_one(char* address, T value) const {
+    if constexpr (sizeof(T) == 8)
+      store(address, value);
+    else if (dtype == DType::kFloat32)
+      store(address, value);
+    else if (dtype == DType::kBFloat16)
+      store(address, narrow<BFloat16>(value).bits);
+    else
+      store(address, narrow<Float16>(value).bits);
+  }
+
   // value[i] belongs to the i % width-th column.
   __device__ __forceinline__ void load_bias(T (&value)[kElements<T>], const void* bias, int64_t column) const {
 #pragma unroll
     for (int i = 0; i < kElements<T>; ++i) {
       const char* const address = static_cast<const char*>(bias) + (column + (i & (width - 1))) * size_of(dtype);
-      value[i] = bias ? from_bits<T>(load_bits(address, dtype, false), dtype) : T(-0.0);  // -0 changes nothing
+      value[i] = bias ? converted(load_word(address, false)) : T(-0.0);  // -0 changes nothing
     }
   }
 
@@ -213,7 +233,7 @@ template <class Choice, class T, bool kGated>
 __global__ void __launch_bounds__(kThreads, kEpilogueBlocks<T, kGated ? 2 : 1>)
     activate_rows(const EpilogueParameters<Activate> __grid_constant__ parameters) {
   const Activate& pass = parameters.pass;
-  const Mover<T> mover(pass.dtype, parameters.division.width);
+  const Mover<T> mover{pass.dtype, parameters.division.width};
   const Share share(parameters.division, pass.rows, pass.columns);
   const int size = size_of(mover.dtype);
   const int64_t gap = parameters.division.groups * pass.stride * size;
@@ -295,7 +315,7 @@ __device__ __forceinline__ void finish_sum(T (&sum)[kElements<T>], const Mover<T
 #pragma unroll
     for (int i = 0; i < kElements<T>; ++i)
       if (i < mover.width)
-        store_element(static_cast<char*>(gradient) + (share.column + i) * size_of(mover.dtype), sum[i], mover.dtype);
+        mover.store_one(static_cast<char*>(gradient) + (share.column + i) * size_of(mover.dtype), sum[i]);
   } else if (mover.width == 1) {
     store(row, sum[0]);
   } else if constexpr (sizeof(T) == 8) {
@@ -316,7 +336,7 @@ template <class Choice, class T, bool kGated>
 __global__ void __launch_bounds__(kThreads, kEpilogueBlocks<T, kGated ? 3 : 2>)
     differentiate_rows(const EpilogueParameters<Differentiate> __grid_constant__ parameters) {
   const Differentiate& pass = parameters.pass;
-  const Mover<T> mover(pass.dtype, parameters.division.width);
+  const Mover<T> mover{pass.dtype, parameters.division.width};
   const Share share(parameters.division, pass.rows, pass.columns);
   const int size = size_of(mover.dtype);
   const int64_t gap = parameters.division.groups * pass.stride * size;
@@ -332,7 +352,7 @@ __global__ void __launch_bounds__(kThreads, kEpilogueBlocks<T, kGated ? 3 : 2>)
 #pragma unroll 1
   for (int rows = share.rows; rows > 0; rows -= mover.unit_rows()) {
     uint4 saved_vectors[2], grad_vectors[2], up_vectors[2];
-    T value[kElements<T>], derivative[kElements<T>], grad[kElements<T>], up_value[kElements<T>];
+    T value[kElements<T>], grad[kElements<T>], up_value[kElements<T>];  // replaced by hidden, grad_pre, grad_up
     saved.take(mover, saved_vectors, rows);
     grad_out.take(mover, grad_vectors, rows);
     if (kGated) up.take(mover, up_vectors, rows);
@@ -344,20 +364,13 @@ __global__ void __launch_bounds__(kThreads, kEpilogueBlocks<T, kGated ? 3 : 2>)
       const Function& function = reinterpret_cast<const Function&>(parameters.function);
 #pragma unroll
       for (int i = 0; i < kElements<T>; ++i) {
-        derivative[i] = function.derivative(value[i]);
-        if (Activation::kSaved == Saved::kInput) value[i] = function.value(value[i]);
+        const T x = value[i], factor = kGated ? grad[i] * up_value[i] : grad[i];
+        const T activated = Activation::kSaved == Saved::kOutput ? x : function.value(x);
+        value[i] = kGated ? activated * up_value[i] : activated;
+        if (kGated) up_value[i] = grad[i] * activated;
+        grad[i] = factor * function.derivative(x);
       }
     });
-#pragma unroll
-    for (int i = 0; i < kElements<T>; ++i) {
-      if (kGated) {
-        const T grad_up = grad[i] * value[i];
-        grad[i] *= up_value[i];
-        value[i] *= up_value[i];
-        up_value[i] = grad_up;
-      }
-      grad[i] *= derivative[i];
-    }
     mover.store_unit(static_cast<char*>(pass.grad_pre) + offset, gap, grad, rows);
     if (kGated) mover.store_unit(static_cast<char*>(pass.grad_up) + offset, gap, up_value, rows);
     if (pass.hidden) mover.store_unit(static_cast<char*>(pass.hidden) + out_offset, out_gap, value, rows);
@@ -393,8 +406,8 @@ __global__ void __launch_bounds__(kSumThreads) sum_rows(const SumParameters __gr
   }
   reduce_groups<kSumThreads>(sum, 1, kSumColumns, kGroups);
   if (group == 0 && column < parameters.columns) {
-    const DType dtype = Mover<T>(parameters.dtype, 1).dtype;
-    store_element(static_cast<char*>(parameters.sum[of_up]) + column * size_of(dtype), sum[0], dtype);
+    const Mover<T> mover{parameters.dtype, 1};
+    mover.store_one(static_cast<char*>(parameters.sum[of_up]) + column * size_of(mover.dtype), sum[0]);
   }
 }
 
