@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m fused_ops info | verify | bench | tune: what was built, whether it is right, what it gains, and what runs."""
+"""python -m fused_ops info | verify | bench | tune: what was built, whether it is right, what it gains, what runs."""
 
 import argparse
 import json
