@@ -65,9 +65,8 @@ def torchvision_vit(library: Any) -> nn.Module:
 
 
 def convnext(library: Any) -> nn.Module:
-    from torchvision.models.convnext import CNBlockConfig
-
-    return library.models.ConvNeXt([CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 1)], num_classes=5)
+    block = library.models.convnext.CNBlockConfig
+    return library.models.ConvNeXt([block(8, 16, 2), block(16, None, 1)], num_classes=5)
 
 
 def swin(library: Any) -> nn.Module:

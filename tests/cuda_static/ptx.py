@@ -140,6 +140,8 @@ class Kernel:
     parameter: str
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, int] = field(default_factory=dict)  # where each array of shared memory begins
+    shared_bytes: int = 0
 
 
 def parse(source: str, pattern: str) -> Kernel:
@@ -156,6 +158,10 @@ def parse(source: str, pattern: str) -> Kernel:
     if len(names) != 1:
         raise PtxError(f"expected one kernel parameter, got {names}")
     kernel = Kernel(names[0])
+    for name, size in re.findall(r"\.shared\s+\.align\s+\d+\s+\.b8\s+(\w+)\[(\d+)\]", source):
+        if re.search(rf"\b{name}\b", source[entries[0].end() : end]):
+            kernel.shared[name] = kernel.shared_bytes
+            kernel.shared_bytes += -(-int(size) // 16) * 16
     body = re.sub(r"(\$\w+):", r"\1:;", source[entries[0].end() : end - 1])
     for raw in body.split(";"):
         text = re.sub(r"\s+", " ", raw).strip()
@@ -176,7 +182,8 @@ class Machine:
 
     def __init__(self, kernel: Kernel, blocks: int, threads: int, parameters: bytes, memory: Memory) -> None:
         self.kernel, self.memory = kernel, memory
-        self.count = blocks * threads
+        self.count, self.threads = blocks * threads, threads
+        self.shared = np.full(blocks * kernel.shared_bytes, 0xFF, np.uint8)
         self.parameters = np.frombuffer(parameters + bytes(16), np.uint8)
         lane = np.arange(self.count, dtype=np.uint64)
         self.registers: dict[str, Array] = {
@@ -185,15 +192,24 @@ class Machine:
             "%ntid.x": np.full(self.count, threads, np.uint64),
             kernel.parameter: np.zeros(self.count, np.uint64),  # the parameter space begins with it
         }
+        for name, start in kernel.shared.items():
+            self.registers[name] = np.full(self.count, start, np.uint64)
 
     def run(self) -> None:
         waiting: dict[int, Lanes] = {0: np.arange(self.count)}
+        at_barrier: dict[int, Lanes] = {}
         with np.errstate(all="ignore"):
-            while waiting:
+            while waiting or at_barrier:
+                if not waiting:
+                    self._open_barrier(waiting, at_barrier)
                 counter = min(waiting)
                 lanes = waiting.pop(counter)
                 stop = min(waiting, default=len(self.kernel.instructions))
                 while counter < stop:
+                    if self.kernel.instructions[counter].words[0] == "bar":
+                        self._join(at_barrier, counter, lanes)
+                        lanes = lanes[:0]
+                        break
                     target = self._step(self.kernel.instructions[counter], lanes)
                     counter += 1
                     if target is not None:
@@ -203,6 +219,14 @@ class Machine:
                         break
                 if len(lanes):
                     self._join(waiting, counter, lanes)
+
+    def _open_barrier(self, waiting: dict[int, Lanes], at_barrier: dict[int, Lanes]) -> None:
+        """Once nobody else runs: whole blocks have to wait, at one and the same barrier."""
+        (place, lanes), *others = at_barrier.items()
+        if others or not np.isin(np.bincount(lanes // self.threads), (0, self.threads)).all():
+            raise PtxError("divergent barrier")
+        at_barrier.clear()
+        self._join(waiting, place + 1, lanes)
 
     def _join(self, waiting: dict[int, Lanes], place: int, lanes: Lanes) -> None:
         if len(lanes) and place < len(self.kernel.instructions):
@@ -308,6 +332,8 @@ class Machine:
             self._write(o[0], _fma(read(1), read(2), read(3)), lanes)
         elif name in ("div", "rcp"):
             self._write(o[0], self._divide(name, read, kind), lanes)
+        elif name == "copysign":
+            self._write(o[0], np.copysign(read(2), read(1)), lanes)
         elif (name in BINARY and kind == "pred") or name in BINARY:
             self._write(o[0], BINARY[name](read(1), read(2)), lanes)
         elif name in UNARY:
@@ -347,6 +373,10 @@ class Machine:
         address = self._address(place, lanes)
         if words[1] == "param":
             index, storage = address.astype(np.int64), self.parameters
+        elif words[1] == "shared":
+            if (address + np.uint64(size * len(registers)) > self.kernel.shared_bytes).any():
+                raise PtxError(f"access out of bounds of shared memory: {text}")
+            index, storage = (lanes // self.threads * self.kernel.shared_bytes + address).astype(np.int64), self.shared
         else:
             index, storage = self.memory.index(address, size * len(registers), text), self.memory.bytes
         for i, register in enumerate(registers):
