@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import dispatch
-from ._build import best_device, build_info
+from ._build import best_device, build_info, why_no_cuda_kernels
 
 # One row an optimizer and a set of its arguments.
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -55,7 +55,11 @@ def info(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(facts, indent=2))
         return 0
-    cuda = f"{facts['cuda_version']} for {', '.join(facts['cuda_architectures'])}" if facts["cuda"] else "not built"
+    cuda = f"{facts['cuda_version']} for {', '.join(facts['cuda_architectures'])}"
+    if not facts["cuda"]:
+        cuda = ": ".join(filter(None, ("not built", why_no_cuda_kernels())))
+    # Beside a CPU build of torch a build without CUDA is as it should be.
+    cuda_reason = facts["cuda_reason"] if torch.version.cuda else None
     levels = ", ".join(facts["cpu_levels"])
     print(f"fused_ops {facts['version']}")
     print(f"torch     built with {facts['torch_built']}, running {facts['torch_running']}")
@@ -68,7 +72,7 @@ def info(options: argparse.Namespace) -> int:
         memory = f"{device['memory_free'] / 2**30:.1f} of {device['memory'] / 2**30:.1f} GiB free"
         best = " (best)" if device["best"] else ""
         print(f"device    {device['device']}: {device['name']}, {memory}{capability}{best}")
-    for reason in [facts["native_reason"], facts["cuda_reason"], *(device["reason"] for device in facts["devices"])]:
+    for reason in [facts["native_reason"], cuda_reason, *(device["reason"] for device in facts["devices"])]:
         if reason:
             print(f"note      {reason}")
     return 0
@@ -139,12 +143,20 @@ def milliseconds(step: Callable[[], Any], device: torch.device) -> float:
     return (time.perf_counter() - begin) * 1e3
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The first, the median and the third."""
+    first, median, third = statistics.quantiles(values, method="inclusive") if len(values) > 1 else [*values] * 3
+    return first, median, third
+
+
 def bench(options: argparse.Namespace) -> int:
     """Times a step of each optimizer beside stock PyTorch's ways, taking turns; benchmarks/ has the full comparison."""
     from . import optim
 
     sizes = [256 * (1 + i % 16) for i in range(options.tensors)] + [options.elements]
-    rows: list[Sequence[str]] = [("optimizer", "arguments", "fused_ops ms", "best of stock ms", "times faster")]
+    rows: list[Sequence[str]] = [
+        ("optimizer", "arguments", "fused_ops ms", "quartiles", "best of stock ms", "quartiles", "times faster")
+    ]
     print(f"{len(sizes)} float32 tensors, {sum(sizes):,} elements, {options.device}, median of {options.repeats} steps")
     for number, (name, arguments) in enumerate(CASES):
         print(f"\r{name} ({number + 1} of {len(CASES)}) ", end="", file=sys.stderr, flush=True)
@@ -164,11 +176,13 @@ def bench(options: argparse.Namespace) -> int:
                 elapsed = milliseconds(step, options.device)
                 if repeat >= 2:  # the first steps make the states
                     times[way].append(elapsed)
-        medians = {way: statistics.median(values) for way, values in times.items()}
-        ours = medians.pop("ours")
-        best = min(medians, key=lambda way: medians[way])
-        gain = f"{medians[best] / ours:.2f}"
-        rows.append((name, describe(arguments), f"{ours:.2f}", f"{medians[best]:.2f} ({best})", gain))
+        first, median, third = quartiles(times.pop("ours"))
+        stock_quartiles = {way: quartiles(values) for way, values in times.items()}
+        best = min(stock_quartiles, key=lambda way: stock_quartiles[way][1])
+        stock_first, stock_median, stock_third = stock_quartiles[best]
+        ours = (f"{median:.2f}", f"{first:.2f} to {third:.2f}")
+        stocks = (f"{stock_median:.2f} ({best})", f"{stock_first:.2f} to {stock_third:.2f}")
+        rows.append((name, describe(arguments), *ours, *stocks, f"{stock_median / median:.2f}"))
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr, flush=True)
     say(rows)
     return 0

@@ -88,6 +88,11 @@ def _runs_on(capability: tuple[int, int]) -> bool:
     return False
 
 
+def why_no_cuda_kernels() -> str | None:
+    """Why the build left them out, in setup.py's words."""
+    return _config().get("CUDA_REASON")
+
+
 def _cuda_reason() -> str | None:
     """Why no CUDA device can be used at all, or None."""
     config = _config()

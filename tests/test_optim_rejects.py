@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -142,6 +143,72 @@ def test_rejected_first_step_leaves_no_state(
     problem.params[LAST].requires_grad_()
     problem.run(optimizer)
     assert_agrees(optimizer, problem.params, Oracle.of(name, problem, **kwargs))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_native_errors_name_the_optimizer(backend: Backend, name: str) -> None:
+    problem = Problem(SHAPES, device=backend.device)
+    optimizer = backend.make(name, problem.params, **config_of(name, "all"))
+    problem.run(optimizer, steps=[0, 1])
+    for spoil, fact in ((wrong_shape, r"grads\[2\]\.shape"), (state_of_wrong_shape, r"state\['\w+'\] of params\[2\]")):
+        problem.assign(2)
+        spoil(optimizer, problem.params[LAST])
+        with pytest.raises(RuntimeError, match=f"^{name.lower()}: expected {fact}"):
+            optimizer.step()
+        problem.params[LAST].data = torch.rand(SHAPES[LAST], device=backend.device)
+
+
+NUMBERS = {
+    "Adam": ["lr", "eps", "weight_decay"],
+    "AdamW": ["lr", "eps", "weight_decay"],
+    "RMSprop": ["lr", "alpha", "eps", "weight_decay", "momentum"],
+    "SGD": ["lr", "momentum", "dampening", "weight_decay"],
+    "Adagrad": ["lr", "lr_decay", "eps", "weight_decay"],
+}
+NOT_NUMBERS: list[tuple[Any, type[Exception], str]] = [
+    (math.nan, ValueError, "nan"),
+    (torch.tensor(math.nan), ValueError, "tensor(nan)"),
+    (torch.ones(3), ValueError, "a tensor of shape (3,)"),
+    ("1e-3", TypeError, "'1e-3'"),
+    (None, TypeError, "None"),
+    (1j, TypeError, "1j"),
+]
+NOT_BETAS: list[tuple[Any, type[Exception], str]] = [
+    ((math.nan, 0.9), ValueError, "(nan, 0.9)"),
+    ((0.9, math.nan), ValueError, "(0.9, nan)"),
+    ((0.9, "0.99"), ValueError, "(0.9, '0.99')"),
+    ((0.9,), ValueError, "(0.9,)"),
+    (0.9, ValueError, "0.9"),
+    (None, TypeError, "None"),
+]
+WRONG_VALUES = [
+    (name, key, "a number", *row) for name, keys in NUMBERS.items() for key in keys for row in NOT_NUMBERS
+] + [(name, "betas", "two numbers", *row) for name in ("Adam", "AdamW") for row in NOT_BETAS]
+
+
+@pytest.mark.parametrize(("name", "key", "wanted", "value", "error", "got"), WRONG_VALUES)
+def test_values_that_are_not_numbers(
+    backend: Backend, name: str, key: str, wanted: str, value: Any, error: type[Exception], got: str
+) -> None:
+    """The step names the group, changes nothing, and goes on as if nothing had been once the value is right again."""
+    problem, other = Problem(SHAPES, device=backend.device), Problem(SHAPES, device=backend.device)
+    optimizer, undisturbed = (
+        backend.make(name, [{"params": p.params[:1]}, {"params": p.params[1:]}], **config_of(name, "all"))
+        for p in (problem, other)
+    )
+    problem.run(optimizer, steps=[0, 1])
+    problem.assign(2)
+    before = bits(optimizer, problem.params)
+    right = optimizer.param_groups[1][key]
+    optimizer.param_groups[1][key] = value
+    message = f"{name}: expected param_groups[1]['{key}'] to be {wanted}, got {got}. "
+    with pytest.raises(error, match="^" + re.escape(message) + "[A-Z]"):
+        optimizer.step()
+    assert same_bits(before, bits(optimizer, problem.params))
+    optimizer.param_groups[1][key] = right
+    optimizer.step()
+    other.run(undisturbed, steps=[0, 1, 2])
+    assert same_bits(bits(undisturbed, other.params), bits(optimizer, problem.params))
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop"])

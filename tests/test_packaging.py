@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib.metadata
 import os
@@ -23,6 +24,7 @@ import torch
 from torch.utils import cpp_extension
 
 import fused_ops
+from fused_ops import __main__ as command
 from fused_ops import _build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,6 +82,36 @@ def test_info_command_prints_the_facts() -> None:
     )
     assert f"running {torch.__version__}" in result.stdout
     assert f"{fused_ops.build_info()['cpu_level']} chosen" in result.stdout
+
+
+@pytest.mark.parametrize(("torch_cuda", "notes"), [(None, 0), ("13.0", 1)])
+def test_a_build_without_cuda_is_a_note_only_beside_a_torch_with_it(
+    torch_cuda: str | None, notes: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {**_build._config(), "CUDA_VERSION": None, "CUDA_ARCHITECTURES": (), "CUDA_REASON": "FUSED_OPS_CUDA=0"}
+    monkeypatch.setattr(_build, "_config", lambda: config)
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    assert command.info(argparse.Namespace(json=False)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "CUDA      not built: FUSED_OPS_CUDA=0" in lines
+    assert sum(line.startswith("note ") for line in lines) == notes
+
+
+def test_bench_command_gives_medians_between_their_quartiles() -> None:
+    options = ["--device", "cpu", "--tensors", "3", "--elements", "100", "--repeats", "5"]
+    result = subprocess.run(
+        [sys.executable, "-m", "fused_ops", "bench", *options], capture_output=True, text=True, check=True, cwd="/"
+    )
+    number = r"(\d+\.\d\d)"
+    pattern = rf"{number} +{number} to {number} +{number} \((?:foreach|fused)\) +{number} to {number} +\d+\.\d\d$"
+    rows = re.findall(pattern, result.stdout, re.MULTILINE)
+    assert len(rows) == len(command.CASES), result.stdout
+    for row in rows:
+        ours, first, third, stocks, stock_first, stock_third = map(float, row)
+        assert first <= ours <= third
+        assert stock_first <= stocks <= stock_third
+    assert command.quartiles([3.0, 1.0, 2.0, 5.0, 4.0]) == (2.0, 3.0, 4.0)
+    assert command.quartiles([3.0]) == (3.0, 3.0, 3.0)
 
 
 def test_verify_command_agrees_with_stock() -> None:

@@ -119,9 +119,11 @@ std::vector<std::string> hyperparameter_names(int optimizer) {
   });
 }
 
-OptimizerStep::OptimizerStep(int optimizer)
+OptimizerStep::OptimizerStep(int optimizer) : OptimizerStep(optimizer, optimizer_names()[optimizer]) {}
+
+OptimizerStep::OptimizerStep(int optimizer, std::string name)
     : optimizer_(optimizer),
-      name_(optimizer_names()[optimizer]),
+      name_(std::move(name)),
       state_names_(with_optimizer(optimizer, []<class Optimizer>() { return strings(Optimizer::kStateNames); })),
       counts_steps_(with_optimizer(optimizer, []<class Optimizer>() { return Optimizer::kCountsSteps; })) {
   const std::vector<std::string> names = hyperparameter_names(optimizer);

@@ -37,7 +37,9 @@ class OptimizerStep {
     HostStep step;
   };
 
+  // `name` is what errors call the optimizer; the rule's own unless another is given.
   explicit OptimizerStep(int optimizer);
+  OptimizerStep(int optimizer, std::string name);
 
   const std::string& name() const { return name_; }
   const std::vector<std::string>& state_names() const { return state_names_; }

@@ -87,7 +87,7 @@ bool StepPlan::reads(size_t k) const {
   return k + 1 == names_.size() ? step_.counts_steps() : step_.states() >> k & 1u;
 }
 
-StepPlan::StepPlan(const std::string& optimizer)
+StepPlan::StepPlan(const std::string& optimizer, std::string name)
     : step_([&] {
         const int index = optimizer_index(optimizer);
         if (index < 0) fail("StepPlan: there is no optimizer named ", optimizer, ".");
@@ -96,7 +96,7 @@ StepPlan::StepPlan(const std::string& optimizer)
               "fused_ops: expected FUSED_OPS_CPU_LEVEL to name an instruction set of this machine (baseline, avx2 or "
               "avx512), got '",
               level, "'. Unset it, or see python -m fused_ops info.");
-        return OptimizerStep(index);
+        return OptimizerStep(index, std::move(name));
       }()) {
   for (const std::string& name : step_.state_names())
     names_.push_back(py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name.c_str())));
@@ -276,7 +276,7 @@ PYBIND11_MODULE(_C, module) {
   namespace py = pybind11;
   using fused_ops::StepPlan;
   py::class_<StepPlan>(module, "StepPlan")
-      .def(py::init<const std::string&>())
+      .def(py::init<const std::string&, std::string>())
       .def("gather", &StepPlan::gather)
       .def("used_states", &StepPlan::used_states)
       .def("forget", &StepPlan::forget)

@@ -17,7 +17,8 @@ namespace fused_ops {
 // found things, so that a look at the same place tells that they are the same.
 class StepPlan {
  public:
-  explicit StepPlan(const std::string& optimizer);
+  // Of the rule named `optimizer`; errors call it `name`.
+  StepPlan(const std::string& optimizer, std::string name);
 
   // Checks every parameter of `params` (a group's list) that has a gradient, and all that moves with it. Changes
   // nothing. Throws what no optimizer could take. Returns

@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import math
 import sys
 import warnings
 import weakref
@@ -24,9 +25,13 @@ def _schema(rule: str) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, str):
-        raise TypeError(f"expected a number in the parameter group, got the string {value!r}. Convert it with float().")
-    return float(value.item() if isinstance(value, Tensor) else value)
+    """What a number or a one-element tensor holds; NaN for anything else."""
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else None
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def _callers_stacklevel() -> int:
@@ -49,7 +54,7 @@ class _Gathered(NamedTuple):
 
     @classmethod
     def of(cls, plan: Any, group: dict[str, Any], state: Any, hyperparameters: Any, device_steps: bool) -> "_Gathered":
-        lr = group["lr"]
+        lr = group.get("lr")
         device_lr = lr if isinstance(lr, Tensor) and lr.is_cuda and group.get("capturable") else None
         values = hyperparameters(group, device_lr is not None)
         again = functools.partial(plan.gather, group["params"], state, values, device_steps)
@@ -77,6 +82,8 @@ class FusedOptimizer(Optimizer):
 
     Raises:
         RuntimeError: a gradient or state does not fit its parameter; nothing has been changed.
+        ValueError, TypeError: in step(), a value of a parameter group is NaN or is no number; nothing has been changed.
+            A Tensor lr that the kernel reads from its device (capturable=True) is not looked at.
         ValueError: state_dtype is not a floating-point dtype that the native rule takes.
     """
 
@@ -211,10 +218,29 @@ class FusedOptimizer(Optimizer):
         """The group's values in the order of the native rule. Reading a tensor that is on a device synchronizes."""
         values = dict(group)
         if "betas" in group:
-            values["beta1"], values["beta2"] = group["betas"]
+            try:
+                values["beta1"], values["beta2"] = group["betas"]
+            except (TypeError, ValueError):
+                raise self._not_a_number(group, "beta1") from None
         if lr_on_device:
             values["lr"] = 0.0  # the kernel reads it from the device
-        return [_number(values[name]) for name in _schema(self.rule)["hyperparameters"]]
+        numbers = []
+        for name in _schema(self.rule)["hyperparameters"]:
+            number = _number(values.get(name))
+            if math.isnan(number):
+                raise self._not_a_number(group, name)
+            numbers.append(number)
+        return numbers
+
+    def _not_a_number(self, group: dict[str, Any], name: str) -> Exception:
+        position = next(i for i, candidate in enumerate(self.param_groups) if candidate is group)
+        key, wanted = ("betas", "two numbers") if name in ("beta1", "beta2") else (name, "a number")
+        value = group.get(key)
+        got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) and value.dim() else repr(value)
+        return (ValueError if isinstance(value, (float, tuple, Tensor)) else TypeError)(
+            f"{type(self).__name__}: expected param_groups[{position}][{key!r}] to be {wanted}, got {got}. "
+            + ("Convert it with float()." if isinstance(value, str) else "Look at what has set it.")
+        )
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -251,7 +277,7 @@ class FusedOptimizer(Optimizer):
         if found_inf is not None and not infinity_on_device and _number(found_inf) != 0:
             return None
         while len(self._plans) < len(self.param_groups):
-            self._plans.append(load_native().StepPlan(self.rule))
+            self._plans.append(load_native().StepPlan(self.rule, type(self).__name__.lower()))
 
         gathered = [
             _Gathered.of(plan, group, self.state, self._hyperparameters, infinity_on_device)

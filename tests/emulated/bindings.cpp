@@ -11,7 +11,7 @@ using fused_ops::StepPlan;
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<StepPlan>(module, "StepPlan", py::module_local())
-      .def(py::init<const std::string&>())
+      .def(py::init<const std::string&, std::string>())
       .def("gather", &StepPlan::gather)
       .def("used_states", &StepPlan::used_states)
       .def("forget", &StepPlan::forget)
