@@ -53,8 +53,8 @@ ACTIVATIONS: dict[str, Function] = {
     "hardswish": F.hardswish,
     "hardsigmoid": lambda x: F.relu6(x + 3) / 6,  # F.hardsigmoid has no second derivative
 }
-# Away from the defaults, for the activations that have any. CELU's alpha is a power of two, since stock rounds its inverse
-# to float32 in the derivative.
+# Away from the defaults, for the activations that have any. CELU's alpha is a power of two, since stock rounds its
+# inverse to float32 in the derivative.
 PARAMETERS: dict[str, dict[str, float]] = {
     "leaky_relu": {"negative_slope": 0.3},
     "elu": {"alpha": 0.7},
