@@ -53,10 +53,12 @@ ACTIVATIONS: dict[str, Function] = {
     "hardswish": F.hardswish,
     "hardsigmoid": lambda x: F.relu6(x + 3) / 6,  # F.hardsigmoid has no second derivative
 }
-PARAMETERS: dict[str, dict[str, float]] = {  # away from the defaults, for the activations that have any
+# Away from the defaults, for the activations that have any. CELU's alpha is a power of two, since stock rounds its
+# inverse to float32 in the derivative.
+PARAMETERS: dict[str, dict[str, float]] = {
     "leaky_relu": {"negative_slope": 0.3},
     "elu": {"alpha": 0.7},
-    "celu": {"alpha": 1.5},
+    "celu": {"alpha": 2.0},
     "softplus": {"beta": 2.0, "threshold": 1.5},
     "hardtanh": {"min_val": -0.5, "max_val": 0.875},
 }

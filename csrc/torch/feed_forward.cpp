@@ -17,6 +17,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include "core/cuda/epilogue.h"
+#include "core/cuda/walk.h"
 #endif
 
 namespace fused_ops {

@@ -407,6 +407,7 @@ std::vector<Tensor> block_backward(const Tensor& grad_out, const OptionalTensor&
   return list;
 }
 
+#if !defined(FUSED_OPS_EMULATED)  // the emulated build is loaded beside the library that registers them
 TORCH_LIBRARY_IMPL(fused_ops, CPU, library) {
   library.impl("feed_forward", &block);
   library.impl("feed_forward_training", &block_training);
@@ -425,6 +426,7 @@ TORCH_LIBRARY_IMPL(fused_ops, AutocastCPU, library) {
 TORCH_LIBRARY_IMPL(fused_ops, AutocastCUDA, library) {
   library.impl("feed_forward", &block_autocast<c10::DeviceType::CUDA>);
 }
+#endif
 
 }  // namespace
 

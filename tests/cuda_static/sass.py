@@ -245,15 +245,22 @@ def page(tables: dict[int, str]) -> str:
 
 
 def main() -> int:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from cuda_static import sass_epilogue
+
     with ThreadPoolExecutor(2) as pool:
         compiled = dict(zip(GPUS, pool.map(compile_kernels, GPUS), strict=True))
+        epilogues = dict(zip(GPUS, pool.map(sass_epilogue.compile_kernels, GPUS), strict=True))
     result = page({architecture: table(architecture, kernels) for architecture, kernels in compiled.items()})
+    result += "\n" + sass_epilogue.page(epilogues)
     if "--write" in sys.argv:
         PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(result)
     else:
         print(result)
-    faults = [f"sm_{a} {k.name}: {fault}" for a, ks in compiled.items() for k in ks for fault in k.faults(GPUS[a])]
+    faults = [
+        f"sm_{a} {k.name}: {fault}" for a in GPUS for k in [*compiled[a], *epilogues[a]] for fault in k.faults(GPUS[a])
+    ]
     print("\n".join(faults), file=sys.stderr)
     return bool(faults)
 

@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// fused_ops._C's StepPlan, built so that every step runs on the emulated CUDA backend, and what tests look at.
+// fused_ops._C's StepPlan and feed_forward, built so that all runs on the emulated CUDA backend, and what tests look at.
 #include <cuda_runtime.h>
 
 #include "core/cuda/parameters.h"
 #include "core/optim/list.h"
+#include "torch/feed_forward_python.h"
 #include "torch/step_plan.h"
 
 namespace py = pybind11;
@@ -16,6 +17,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("used_states", &StepPlan::used_states)
       .def("forget", &StepPlan::forget)
       .def("run", &StepPlan::run);
+  fused_ops::bind_feed_forward(module);
   module.def("take_launches", [] {  // since the last call: (blocks, threads, bytes of parameters)
     py::list launches;
     for (const emulation::Launch& launch : emulation::launches)

@@ -4,7 +4,7 @@
 // A thread has `width` columns, those of 16 bytes or a single one, and every `groups`-th row of its block: biases stay
 // in registers, and so do the sums of their gradients. What it computes at once, a unit, is kElements<T> elements: 8
 // columns of a 16-bit type, 4 columns of two rows of a 4-byte type, one column of 8 rows. Loads run ahead: while a
-// unit is computed, the next two vectors of every operand are under way.
+// unit is computed, the next vectors of every operand are under way.
 #pragma once
 
 #include "core/activations.h"
@@ -44,12 +44,17 @@ struct SumParameters {
 constexpr int kSumColumns = 8;
 constexpr int kSumThreads = 256;
 
+// Vectors of an operand that are under way while a unit is computed.
+template <int kOperands>
+constexpr int kVectorsAhead = kOperands == 1   ? 4
+                              : kOperands == 2 ? 3
+                                               : 2;
+
 // Blocks that a multiprocessor holds: as many as leave a thread the registers it needs.
-template <class T, int kOperands>
-constexpr int kEpilogueBlocks = sizeof(T) == 4 ? (kOperands == 1   ? 7
-                                                  : kOperands == 2 ? 5
-                                                                   : 4)
-                                               : (kOperands == 1 ? 4 : 3);
+template <class T, bool kGated>
+constexpr int kActivateBlocks = sizeof(T) == 4 ? (kGated ? 5 : 7) : (kGated ? 3 : 4);
+template <class T>
+constexpr int kDifferentiateBlocks = sizeof(T) == 4 ? 4 : 3;
 
 inline namespace FUSED_OPS_LEVEL {
 
@@ -230,7 +235,7 @@ struct Source {
 };
 
 template <class Choice, class T, bool kGated>
-__global__ void __launch_bounds__(kThreads, kEpilogueBlocks<T, kGated ? 2 : 1>)
+__global__ void __launch_bounds__(kThreads, kActivateBlocks<T, kGated>)
     activate_rows(const EpilogueParameters<Activate> __grid_constant__ parameters) {
   const Activate& pass = parameters.pass;
   const Mover<T> mover{pass.dtype, parameters.division.width};
@@ -242,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, kEpilogueBlocks<T, kGated ? 2 : 1>)
   char* out = static_cast<char*>(pass.out) + (share.row * pass.columns + share.column) * size;
   if (share.rows == 0) return;
 
-  constexpr int kAhead = kGated ? 2 : 4;
+  constexpr int kAhead = kVectorsAhead < kGated ? 2 : 1 > ;
   Source<T, kAhead> pre(mover, pass.pre, offset, gap, share.rows);
   Source<T, kAhead> up(mover, kGated ? pass.up : pass.pre, offset, gap, kGated ? share.rows : 0);
   T bias[kElements<T>], up_bias[kElements<T>];
@@ -333,7 +338,7 @@ FUSED_OPS_HD void* partial_sums(const Differentiate& pass, int row_blocks, int c
 }
 
 template <class Choice, class T, bool kGated>
-__global__ void __launch_bounds__(kThreads, kEpilogueBlocks<T, kGated ? 3 : 2>)
+__global__ void __launch_bounds__(kThreads, kDifferentiateBlocks<T>)
     differentiate_rows(const EpilogueParameters<Differentiate> __grid_constant__ parameters) {
   const Differentiate& pass = parameters.pass;
   const Mover<T> mover{pass.dtype, parameters.division.width};
@@ -344,9 +349,10 @@ __global__ void __launch_bounds__(kThreads, kEpilogueBlocks<T, kGated ? 3 : 2>)
   int64_t offset = (share.row * pass.stride + share.column) * size;
   int64_t out_offset = (share.row * pass.columns + share.column) * size;
 
-  Source<T, 2> saved(mover, pass.saved, offset, gap, share.rows);
-  Source<T, 2> grad_out(mover, pass.grad_out, out_offset, out_gap, share.rows);
-  Source<T, 2> up(mover, kGated ? pass.up : pass.saved, offset, gap, kGated ? share.rows : 0);
+  constexpr int kAhead = kVectorsAhead < kGated ? 3 : 2 > ;
+  Source<T, kAhead> saved(mover, pass.saved, offset, gap, share.rows);
+  Source<T, kAhead> grad_out(mover, pass.grad_out, out_offset, out_gap, share.rows);
+  Source<T, kAhead> up(mover, kGated ? pass.up : pass.saved, offset, gap, kGated ? share.rows : 0);
   T sum[kElements<T>] = {}, up_sum[kElements<T>] = {};
 
 #pragma unroll 1

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""accumulate_grad: weight gradients that the product adds to .grad itself, equal to stock's over micro-batches."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+layers = importlib.import_module("fused_ops.nn")
+MICRO_BATCHES = 8
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "LinearAct": lambda: layers.LinearAct(24, 24),
+    "GatedLinear": lambda: layers.GatedLinear(24, 24),
+    "MLP": lambda: layers.MLP(24, 40, activation="relu"),
+    "GatedMLP": lambda: layers.GatedMLP(24, 40),
+    "stacked": lambda: nn.Sequential(layers.MLP(24, 40), nn.LayerNorm(24), layers.LinearAct(24, 24)),
+}
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    return MODULES[name]().to(device, dtype)
+
+
+def batch(module: nn.Module, seed: int) -> Tensor:
+    parameter = next(module.parameters())
+    x = torch.randn(37, 24, generator=torch.Generator().manual_seed(seed))
+    return x.to(parameter.device, parameter.dtype)
+
+
+def loss(module: nn.Module, seed: int = 0) -> Tensor:
+    output = module(batch(module, seed))
+    return (output * torch.linspace(-1, 1, output.numel(), device=output.device).view_as(output)).sum()
+
+
+def matrices(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.dim() == 2]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_equal_over_micro_batches(device: str, name: str, dtype: torch.dtype, keep: bool) -> None:
+    """Two steps of eight micro-batches, gradients cleared to zeros or to None between them."""
+    module = make(name, dtype, device)
+    plain = copy.deepcopy(module)
+    assert layers.accumulate_grad(module) == len(matrices(module))
+    for _ in range(2):
+        for network in (module, plain):
+            network.zero_grad(set_to_none=not keep)
+            for seed in range(MICRO_BATCHES):
+                loss(network, seed).backward()
+    # A sum of eight, rounded after each in stock; the product adds before it rounds.
+    tolerance = MICRO_BATCHES * torch.finfo(dtype).eps
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        scale = float(theirs.grad.abs().max())
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_kept_gradient_is_the_one_that_grows(device: str, name: str) -> None:
+    module = make(name, device=device)
+    layers.accumulate_grad(module)
+    loss(module).backward()
+    kept = [parameter.grad for parameter in module.parameters()]
+    pointers = [grad.data_ptr() for grad in kept if grad is not None]
+    once = [None if grad is None else grad.clone() for grad in kept]
+    loss(module).backward()
+    for parameter, before, pointer, first in zip(module.parameters(), kept, pointers, once, strict=True):
+        assert parameter.grad is before
+        assert parameter.grad is not None
+        assert parameter.grad.data_ptr() == pointer
+        torch.testing.assert_close(parameter.grad, 2 * first, rtol=1e-5, atol=1e-4)  # pyright: ignore
+
+
+def test_main_grad_in_float32(device: str) -> None:
+    """Master gradients of bf16 weights: .grad stays empty, and the sum is more exact than in bf16."""
+    module = make("GatedMLP", torch.bfloat16, device)
+    exact = copy.deepcopy(module).double()
+    for parameter in matrices(module):
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # pyright: ignore
+    layers.accumulate_grad(module)
+    for seed in range(MICRO_BATCHES):
+        for network in (module, exact):
+            loss(network, seed).backward()
+    for ours, theirs in zip(matrices(module), matrices(exact), strict=True):
+        assert ours.grad is None
+        assert theirs.grad is not None
+        error = (ours.main_grad.double() - theirs.grad).abs().max() / theirs.grad.abs().max()  # pyright: ignore
+        assert float(error) < 0.02
+
+
+def test_gradients_that_are_asked_for_are_returned() -> None:
+    """torch.autograd.grad and create_graph get their gradients, and .grad does not change."""
+    module = make("GatedMLP")
+    plain = copy.deepcopy(module)
+    layers.accumulate_grad(module)
+    loss(module).backward()
+    before = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+    gradients = torch.autograd.grad(loss(module), list(module.parameters()))
+    expected = torch.autograd.grad(loss(plain), list(plain.parameters()))
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-5)
+    (penalty,) = torch.autograd.grad(loss(module).square(), [matrices(module)[0]], create_graph=True)
+    assert penalty.grad_fn is not None
+    for parameter, kept in zip(module.parameters(), before, strict=True):
+        assert torch.equal(parameter.grad, kept)  # pyright: ignore
+
+
+def test_hooks_set_later_see_the_gradient() -> None:
+    module = make("MLP")
+    plain = copy.deepcopy(module)
+    layers.accumulate_grad(module)
+    seen: dict[int, list[Tensor]] = {0: [], 1: []}
+    for which, network in enumerate((module, plain)):
+        loss(network).backward()
+        matrices(network)[0].register_hook(lambda g, which=which: seen[which].append(g))
+        matrices(network)[1].register_post_accumulate_grad_hook(
+            lambda p, which=which: seen[which].append(p.grad.clone())
+        )
+        loss(network, 1).backward()
+    assert len(seen[0]) == len(seen[1]) == 2
+    torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_refused_where_a_gradient_would_be_missed() -> None:
+    module = make("MLP")
+    handle = matrices(module)[0].register_hook(lambda g: g)
+    with pytest.raises(ValueError, match=r"expected weights without hooks, got one on fc1.weight\. [A-Z]"):
+        layers.accumulate_grad(module)
+    handle.remove()
+    assert layers.accumulate_grad(module) == 2
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+def test_refused_within_distributed_data_parallel() -> None:
+    import torch.distributed as dist
+
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        module = make("MLP")
+        parallel = nn.parallel.DistributedDataParallel(module)
+        for wrapped in (parallel, nn.Sequential(parallel)):
+            with pytest.raises(ValueError, match="DistributedDataParallel"):
+                layers.accumulate_grad(wrapped)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_marked_before_distributed_data_parallel_reduces_all_the_same() -> None:
+    """The order that no check can see: wrapping after marking. Its hooks on the accumulators must still fire."""
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without torch.distributed")
+    import torch.distributed as dist
+
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        module = make("MLP")
+        plain = copy.deepcopy(module)
+        layers.accumulate_grad(module)
+        parallel = nn.parallel.DistributedDataParallel(module)
+        for seed in range(3):
+            loss(parallel, seed).backward()
+            loss(plain, seed).backward()
+        for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("form", ["sparse", "transposed", "every other", "frozen"])
+def test_gradients_that_cannot_be_added_to(form: str) -> None:
+    """A .grad of another kind than the product can write: the sum is stock's."""
+    module = make("LinearAct")
+    plain = copy.deepcopy(module)
+    layers.accumulate_grad(module)
+    for network in (module, plain):
+        weight = matrices(network)[0]
+        if form == "sparse":
+            weight.grad = torch.eye(24).to_sparse()
+        elif form == "transposed":
+            weight.grad = torch.ones(24, 24).t()
+        elif form == "every other":
+            weight.grad = torch.ones(24, 48)[:, ::2]
+        else:
+            weight.requires_grad_(False)
+        loss(network).backward()
+    ours, theirs = (matrices(network)[0].grad for network in (module, plain))
+    assert (ours is None) is (theirs is None)
+    if ours is not None and theirs is not None:
+        torch.testing.assert_close(ours.to_dense(), theirs.to_dense(), rtol=1e-5, atol=1e-5)
+
+
+def test_unmarked_and_copied() -> None:
+    module = make("MLP")
+    layers.accumulate_grad(module)
+    assert layers.accumulate_grad(module, enabled=False) == 2
+    marked = make("MLP")
+    layers.accumulate_grad(marked)
+    plain, twin = make("MLP"), copy.deepcopy(marked)
+    for network in (module, plain, twin):
+        for seed in range(2):
+            loss(network, seed).backward()
+    assert all(parameter.grad is None for parameter in marked.parameters())
+    for network in (module, twin):
+        for ours, theirs in zip(network.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_used_twice() -> None:
+    torch.manual_seed(0)
+    layer = layers.LinearAct(24, 24)
+    plain = copy.deepcopy(layer)
+    layers.accumulate_grad(layer)
+    for network in (layer, plain):
+        for seed in range(3):
+            network(network(batch(network, seed))).square().sum().backward()
+    for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
