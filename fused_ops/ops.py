@@ -82,7 +82,7 @@ def _(grad_out, input, weight, up_weight, down_weight, saved, up, activation, pa
         return grad_out.new_empty((rows, columns))
 
     out = grad_out.shape[-1]
-    hidden = saved.shape[-1] if saved is not None else out
+    hidden = saved.shape[-1] if saved is not None else down_weight.shape[1] if down_weight is not None else out
     features = input.shape[-1] if input is not None else weight.shape[1] if weight is not None else None
     grads = (
         lambda: grad_out.new_empty((*grad_out.shape[:-1], features)),

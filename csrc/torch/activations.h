@@ -24,6 +24,8 @@ struct ActivationCall {
 // Raises where there is no such activation or the number of parameters is another.
 ActivationCall find_activation(std::string_view name, at::ArrayRef<double> parameters);
 
+const ActivationCall& identity();
+
 // Whether the parameters are such that the derivative can be had from what is saved: a leaky_relu of negative slope has
 // the same output for two inputs.
 bool is_fusible(const ActivationCall& call);

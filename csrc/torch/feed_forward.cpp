@@ -81,11 +81,6 @@ Activate activate_pass(const ActivationCall& activation, const at::Tensor& pre, 
   return pass;
 }
 
-const ActivationCall& identity() {
-  static const ActivationCall call = find_activation("identity", {});
-  return call;
-}
-
 at::Tensor rows_of(const at::Tensor& tensor) {
   if (tensor.dim() == 2) return tensor;
   const int64_t last = tensor.dim() == 0 ? 1 : tensor.size(-1);
@@ -96,17 +91,14 @@ at::Tensor rows_of(const at::Tensor& tensor) {
                          last});
 }
 
-// rows W^T + b, where there is nothing else to do in the same pass. aten's float product adds a bias for less than a
-// pass of ours costs, its 16-bit product (oneDNN's) does not.
+// rows W^T + b, where there is nothing else to do in the same pass: aten's product adds a bias for less than a pass costs.
 at::Tensor linear(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& bias) {
-  const at::Tensor weight_t = transposed(weight);
-  const bool adds = bias.defined() && weight.element_size() > 2;
-  if (adds && choose_provider(Role::kForward, rows.scalar_type(), rows.size(0), rows.size(1), weight.size(0)) ==
-                  Provider::kAten)
-    return product_by(Provider::kAten, rows, weight_t, bias);
-  auto [result, has_bias] = product_with_bias(rows, weight_t, bias);
-  if (!has_bias) run(activate_pass(identity(), result, bias, result), result);
-  return result;
+  if (!bias.defined()) return product(Role::kForward, rows, transposed(weight));
+  const Provider provider = rows.is_cpu() && has_onednn()
+                                ? choose_provider(Role::kForward, rows.scalar_type(), rows.size(0), rows.size(1),
+                                                  weight.size(0))
+                                : Provider::kAten;
+  return product_by(provider, rows, transposed(weight), bias);
 }
 
 // rows^T [out, M] times input [M, in], in the memory order of the weight that it is the gradient of.
@@ -261,14 +253,22 @@ Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, 
   bool own_grad = reuse.grad_out || !grad_rows.is_alias_of(grad_out);
   if (down) {
     if (wanted[kDownBias]) grads[kDownBias] = at::sum(grad_rows, 0);
-    if (pre_wanted || up_wanted) grad_hidden = product(Role::kGradInput, grad_rows, operands[kDownWeight]);
+    if (pre_wanted || up_wanted || wanted[kUpWeight] || wanted[kUpBias])
+      grad_hidden = product(Role::kGradInput, grad_rows, operands[kDownWeight]);
     own_grad = true;
   }
 
   at::Tensor grad_pre = grad_hidden, grad_up, hidden = saved;
-  const bool trivial = activation.index == identity().index && !up.defined();
+  const bool up_alone = !up.defined() && !pre_wanted && (wanted[kUpWeight] || wanted[kUpBias]);
+  const bool trivial = activation.index == identity().index && !up.defined() && !up_alone;
   if (trivial) {
     if (wanted[kBias]) grads[kBias] = at::sum(grad_hidden, 0);
+  } else if (up_alone) {  // grad_up = act(saved) * grad_hidden: the forward pass, with the gradient for its gate
+    grad_up = empty_buffer_like(grad_hidden);
+    Activate pass = activate_pass(activation.saved == Saved::kInput ? activation : identity(), saved, {}, grad_up);
+    pass.up = grad_hidden.mutable_data_ptr();
+    run(pass, saved);
+    if (wanted[kUpBias]) grads[kUpBias] = at::sum(grad_up, 0);
   } else if (pre_wanted || up_wanted) {
     Differentiate pass{};
     pass.activation = activation.index;

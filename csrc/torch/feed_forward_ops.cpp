@@ -98,6 +98,12 @@ bool has_forward_gradient(const Operands& operands) {
   return false;
 }
 
+// A batch of gradients, as for a Jacobian.
+bool is_batched(const Tensor& tensor) {
+  return tensor.defined() && tensor.key_set().has_any(
+                                 c10::DispatchKeySet({DispatchKey::FuncTorchBatched, DispatchKey::Batched}));
+}
+
 // Hooks may keep what is saved, or hand the same tensor to several graphs.
 bool saved_tensors_have_hooks() {
   return at::SavedTensorDefaultHooks::is_enabled() && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
@@ -105,6 +111,19 @@ bool saved_tensors_have_hooks() {
 
 bool is_alone(const Tensor& tensor, size_t holders) {
   return tensor.is_contiguous() && tensor.storage().use_count() == holders;
+}
+
+// Whether a function transform is under way in this thread. functorch says so by raising alone: the headers that could
+// tell otherwise are not installed.
+bool in_transform() {
+  const auto& functorch = at::functorch::functorchTLSAccessor();
+  if (!functorch) return false;
+  try {
+    functorch->checkSupportsCppAutogradFunction();
+    return false;
+  } catch (const c10::Error&) {
+    return true;
+  }
 }
 
 // What the node remembers besides tensors.
@@ -165,16 +184,16 @@ struct BlockFunction : torch::autograd::Function<BlockFunction> {
     }
     const auto& required = call->required;
     const bool weights = required[kWeight] || required[kUpWeight];
-    const bool hidden = required[kInput] || weights || required[kBias] || required[kUpBias];
-    const bool keeps = hidden || required[kDownWeight];
+    const bool pre = required[kInput] || required[kWeight] || required[kBias];
+    const bool up_side = call->gated && (required[kInput] || required[kUpWeight] || required[kUpBias]);
+    const bool linear = call->activation.index == identity().index && !call->gated;  // its derivative needs nothing
+    const bool hidden = required[kDownWeight] || (!linear && (pre || up_side));
+    const Tensor& saved = call->saved_is_output ? result.output : result.saved;
     context->set_materialize_grads(false);
     context->save_for_backward({weights ? input : Tensor(), required[kInput] ? weight : Tensor(),
                                 required[kInput] ? operands[kUpWeight] : Tensor(),
-                                hidden ? operands[kDownWeight] : Tensor(),
-                                call->saved_is_output && hidden ? result.output
-                                : keeps                         ? result.saved
-                                                                : Tensor(),
-                                keeps ? result.up : Tensor()});
+                                pre || up_side ? operands[kDownWeight] : Tensor(), hidden ? saved : Tensor(),
+                                pre || required[kDownWeight] ? result.up : Tensor()});
     context->saved_data["call"] = c10::IValue::make_capsule(call);
     variable_list outputs{result.output};
     if (result.saved.defined()) outputs.push_back(result.saved);
@@ -198,7 +217,7 @@ struct BlockFunction : torch::autograd::Function<BlockFunction> {
       }
     const bool extra = std::any_of(grads_out.begin() + 1, grads_out.end(), [](const Tensor& g) { return g.defined(); });
     Operands grads;
-    if (extra || at::GradMode::is_enabled()) {
+    if (extra || at::GradMode::is_enabled() || is_batched(grads_out[0])) {
       grads = compose_backward(*call, grads_out, operands, saved[kSavedHidden], saved[kSavedUp], wanted);
     } else if (grads_out[0].defined()) {
       at::AutoDispatchBelowADInplaceOrView guard;
@@ -208,7 +227,7 @@ struct BlockFunction : torch::autograd::Function<BlockFunction> {
         const bool last = call->reuse && !torch::autograd::get_current_graph_task_keep_graph();
         Reuse reuse;
         reuse.saved = last && !call->saved_is_output && saved[kSavedHidden].defined() &&
-                      is_alone(saved[kSavedHidden], 2) && (!call->gated || is_alone(saved[kSavedUp], 2));
+                      is_alone(saved[kSavedHidden], 2) && (!saved[kSavedUp].defined() || is_alone(saved[kSavedUp], 2));
         grads = fused_ops::backward(call->activation, grad_out, operands, saved[kSavedHidden], saved[kSavedUp], wanted,
                                     reuse, gradients_to_add_to(*call, wanted));
       } else {
@@ -259,7 +278,7 @@ struct BlockFunction : torch::autograd::Function<BlockFunction> {
       if (call.gated) {
         if (grad_hidden.defined()) {
           grad_up = grad_hidden * value();
-          grad_value = grad_hidden * up;
+          if (up.defined()) grad_value = grad_hidden * up;
         }
         if (grads_out.size() > 2 && grads_out[2].defined()) grad_up = sum(grad_up, rows(grads_out[2]));
       }
@@ -294,8 +313,9 @@ bool stock_is_faster(const ActivationCall& activation, const Operands& operands,
 
 // Where the composition of aten operators runs instead.
 bool needs_composition(const ActivationCall& activation, const Operands& operands, bool differentiable) {
-  return at::functorch::functorchTLSAccessor() || c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) ||
-         !is_native(operands) || !is_fusible(activation) || has_forward_gradient(operands) ||
+  return in_transform() || c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) ||
+         !is_native(operands) || !is_fusible(activation) ||
+         (activation.index == identity().index && operands[kUpWeight].defined()) || has_forward_gradient(operands) ||
          stock_is_faster(activation, operands, differentiable);
 }
 
@@ -317,6 +337,17 @@ Tensor differentiable_block(const Operands& operands, std::string_view name, at:
     return op.call(operands[kInput], operands[kWeight], or_none(operands[kBias]), or_none(operands[kUpWeight]),
                    or_none(operands[kUpBias]), or_none(operands[kDownWeight]), or_none(operands[kDownBias]), name,
                    parameters);
+  }
+  const bool hidden = required[kInput] || required[kWeight] || required[kBias] || required[kUpWeight] || required[kUpBias];
+  if (!hidden && operands[kDownWeight].defined()) {  // the hidden layer is a constant, and all that is to be kept
+    const at::NoGradGuard constant;
+    Operands first = operands, last;
+    first[kDownWeight] = first[kDownBias] = Tensor();
+    last[kInput] = differentiable_block(first, name, parameters, false, {});
+    last[kWeight] = operands[kDownWeight];
+    last[kBias] = operands[kDownBias];
+    const at::AutoGradMode differentiable_again(true);
+    return differentiable_block(last, "identity", {}, false, {});
   }
   auto call = c10::make_intrusive<BlockCall>();
   call->activation = activation;

@@ -71,7 +71,7 @@ at::Tensor product(Role role, const at::Tensor& a, const at::Tensor& b) {
 
 Product product_with_bias(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias) {
   const Provider provider = provider_of(Role::kForward, a, b);
-  const bool adds = provider == Provider::kOneDNN || !bias.defined();
+  const bool adds = provider == Provider::kOneDNN || !bias.defined() || a.element_size() <= 2;
   return {product_by(provider, a, b, adds ? bias : at::Tensor()), adds};
 }
 
