@@ -25,7 +25,7 @@ from setuptools import setup
 
 MINIMUM_TORCH = (2, 11)
 ARCHITECTURES = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
-CXX_FLAGS = ["-O3", "-std=c++20", "-g0", "-fopenmp", "-fvisibility=hidden"]
+CXX_FLAGS = ["-O2", "-std=c++20", "-g0", "-fopenmp", "-fvisibility=hidden"]
 CXX_FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-Xfatbin=-compress-all", "--threads=2"]
 NVCC_FLAGS += ["-Xcompiler=-fvisibility=hidden"]
@@ -132,6 +132,7 @@ def native_library() -> dict[str, Any]:
     compiler = output(*shlex.split(cpp_extension.get_cxx_compiler()), "--version").splitlines()[0]
     cxx_flags, nvcc_flags = list(CXX_FLAGS), list(NVCC_FLAGS)
     if "clang" not in compiler:
+        cxx_flags += ["-ftree-vectorize", "-fvect-cost-model=dynamic"]  # of -O3 all that the loops gain from
         cxx_flags += ["--param=ggc-min-expand=30"]  # torch's headers in 15% less memory, for 10% more time
     include_dirs, libraries, macros, architectures = [str(Path("csrc").resolve())], [], [], ()
     if os.environ.get("FUSED_OPS_WERROR") == "1":

@@ -266,6 +266,19 @@ def test_relu_at_zero_and_at_not_a_number(device: str) -> None:  # case 6
     assert slope.flatten().tolist()[3:] == [1.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "quick_gelu"])  # its reference: inf - inf
+def test_gradients_that_are_not_finite_are_masked_as_stock_masks_them(
+    device: str, activation: str, form: str, value: float
+) -> None:
+    block = Block(form, activation, (64,), 3, 5, 2, torch.float32, device)
+    block.grad_output[::2] = value
+    results = block.run()
+    for name, theirs in block.run(block.stock).items():
+        assert torch.equal(results[name].isnan(), theirs.isnan()), name
+
+
 @pytest.mark.parametrize("activation", FEW_ACTIVATIONS)
 @pytest.mark.parametrize("form", FORMS)
 def test_nothing_that_is_given_is_written(device: str, form: str, activation: str) -> None:

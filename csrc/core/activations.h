@@ -3,7 +3,8 @@
 //
 //   kName, kParameters     as in Python; parameters with their defaults
 //   kSaved                 what the derivative is computed from: the input, or the output where that is enough
-//   Function<T>            built from the parameters; value(input) and derivative(saved), of one element
+//   kMasks                 if true: where the derivative is 0 the gradient is 0 even if what it multiplies is not
+//   finite Function<T>            built from the parameters; value(input) and derivative(saved), of one element
 //
 // T is float or double. Everything is branch-free, so that a loop over elements vectorizes. Where value and derivative
 // are both wanted, what they share is computed once: the compiler sees that the expressions are the same.
@@ -71,6 +72,7 @@ struct ReLU {
   static constexpr const char* kName = "relu";
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kOutput;
+  static constexpr bool kMasks = true;
   template <class T>
   struct Function {
     FUSED_OPS_HD explicit Function(const double*) {}
@@ -84,6 +86,7 @@ struct ReLUSquared {
   static constexpr const char* kName = "relu_squared";
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
+  static constexpr bool kMasks = true;
   template <class T>
   struct Function {
     FUSED_OPS_HD explicit Function(const double*) {}
@@ -348,6 +351,7 @@ struct Hardtanh {
   static constexpr const char* kName = "hardtanh";
   static constexpr Parameter kParameters[] = {{"min_val", -1.0}, {"max_val", 1.0}};
   static constexpr Saved kSaved = Saved::kOutput;
+  static constexpr bool kMasks = true;
   template <class T>
   struct Function {
     T min, max;
@@ -362,6 +366,7 @@ struct ReLU6 {
   static constexpr const char* kName = "relu6";
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kOutput;
+  static constexpr bool kMasks = true;
   template <class T>
   struct Function {
     FUSED_OPS_HD explicit Function(const double*) {}
@@ -375,6 +380,7 @@ struct Hardswish {
   static constexpr const char* kName = "hardswish";
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
+  static constexpr bool kMasks = true;
   template <class T>
   struct Function {
     FUSED_OPS_HD explicit Function(const double*) {}
@@ -388,6 +394,7 @@ struct Hardsigmoid {
   static constexpr const char* kName = "hardsigmoid";
   static constexpr NoParameters kParameters{};
   static constexpr Saved kSaved = Saved::kInput;
+  static constexpr bool kMasks = true;
   template <class T>
   struct Function {
     FUSED_OPS_HD explicit Function(const double*) {}
@@ -395,6 +402,15 @@ struct Hardsigmoid {
     FUSED_OPS_HD T derivative(T x) const { return x > T(-3) && x < T(3) ? T(1.0 / 6) : T(0); }
   };
 };
+
+template <class Activation>
+constexpr bool kMasks = requires { Activation::kMasks; };
+
+// The product of the derivative and of the gradient that comes from above.
+template <class Activation, class T>
+FUSED_OPS_HD T chain(T grad, T derivative) {
+  return kMasks<Activation> && derivative == T(0) ? T(0) : grad * derivative;
+}
 
 using Activations = std::tuple<Identity, ReLU, ReLUSquared, GELU, GELUTanh, QuickGELU, SiLU, Mish, Sigmoid, Tanh,
                                LeakyReLU, ELU, SELU, CELU, Softplus, Hardtanh, ReLU6, Hardswish, Hardsigmoid>;

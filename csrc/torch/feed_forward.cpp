@@ -91,13 +91,13 @@ at::Tensor rows_of(const at::Tensor& tensor) {
                          last});
 }
 
-// rows W^T + b, where there is nothing else to do in the same pass: aten's product adds a bias for less than a pass costs.
+// rows W^T + b, where there is nothing else to do in the same pass: aten's product adds a bias for less than a pass
+// costs.
 at::Tensor linear(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& bias) {
   if (!bias.defined()) return product(Role::kForward, rows, transposed(weight));
-  const Provider provider = rows.is_cpu() && has_onednn()
-                                ? choose_provider(Role::kForward, rows.scalar_type(), rows.size(0), rows.size(1),
-                                                  weight.size(0))
-                                : Provider::kAten;
+  const Provider provider = rows.is_cpu() && has_onednn() ? choose_provider(Role::kForward, rows.scalar_type(),
+                                                                            rows.size(0), rows.size(1), weight.size(0))
+                                                          : Provider::kAten;
   return product_by(provider, rows, transposed(weight), bias);
 }
 

@@ -100,8 +100,8 @@ bool has_forward_gradient(const Operands& operands) {
 
 // A batch of gradients, as for a Jacobian.
 bool is_batched(const Tensor& tensor) {
-  return tensor.defined() && tensor.key_set().has_any(
-                                 c10::DispatchKeySet({DispatchKey::FuncTorchBatched, DispatchKey::Batched}));
+  return tensor.defined() &&
+         tensor.key_set().has_any(c10::DispatchKeySet({DispatchKey::FuncTorchBatched, DispatchKey::Batched}));
 }
 
 // Hooks may keep what is saved, or hand the same tensor to several graphs.
@@ -313,10 +313,9 @@ bool stock_is_faster(const ActivationCall& activation, const Operands& operands,
 
 // Where the composition of aten operators runs instead.
 bool needs_composition(const ActivationCall& activation, const Operands& operands, bool differentiable) {
-  return in_transform() || c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) ||
-         !is_native(operands) || !is_fusible(activation) ||
-         (activation.index == identity().index && operands[kUpWeight].defined()) || has_forward_gradient(operands) ||
-         stock_is_faster(activation, operands, differentiable);
+  return in_transform() || c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) || !is_native(operands) ||
+         !is_fusible(activation) || (activation.index == identity().index && operands[kUpWeight].defined()) ||
+         has_forward_gradient(operands) || stock_is_faster(activation, operands, differentiable);
 }
 
 Tensor differentiable_block(const Operands& operands, std::string_view name, at::ArrayRef<double> parameters,
@@ -338,7 +337,8 @@ Tensor differentiable_block(const Operands& operands, std::string_view name, at:
                    or_none(operands[kUpBias]), or_none(operands[kDownWeight]), or_none(operands[kDownBias]), name,
                    parameters);
   }
-  const bool hidden = required[kInput] || required[kWeight] || required[kBias] || required[kUpWeight] || required[kUpBias];
+  const bool hidden = required[kInput] || required[kWeight] || required[kBias] || required[kUpWeight] ||
+                      required[kUpBias];
   if (!hidden && operands[kDownWeight].defined()) {  // the hidden layer is a constant, and all that is to be kept
     const at::NoGradGuard constant;
     Operands first = operands, last;

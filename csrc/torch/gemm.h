@@ -15,8 +15,8 @@ at::Tensor transposed(const at::Tensor& matrix);
 // a [M, K] times b [K, N].
 at::Tensor product(Role role, const at::Tensor& a, const at::Tensor& b);
 
-// a [M, K] times b [K, N], and whether bias [N] has been added too. It has where the provider does so for nothing, and in
-// 16 bits, where the sum is to be rounded only once.
+// a [M, K] times b [K, N], and whether bias [N] has been added too. It has where the provider does so for nothing, and
+// in 16 bits, where the sum is to be rounded only once.
 struct Product {
   at::Tensor result;
   bool has_bias;

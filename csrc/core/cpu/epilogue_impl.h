@@ -26,6 +26,7 @@ struct Loops {
   void (*value)(const double* parameters, T* value, const T* x, int64_t n);
   void (*scale)(const double* parameters, T* scaled, const T* grad, const T* saved, int64_t n);  // grad * derivative
   void (*both)(const double* parameters, T* value, T* derivative, const T* saved, int64_t n);
+  bool masks;
 };
 
 template <class Activation, class T>
@@ -42,7 +43,7 @@ struct LoopsOf {
                                               int64_t n) {
     const Function function(parameters);
     FUSED_OPS_ELEMENTWISE
-    for (int64_t i = 0; i < n; ++i) scaled[i] = grad[i] * function.derivative(saved[i]);
+    for (int64_t i = 0; i < n; ++i) scaled[i] = chain<Activation>(grad[i], function.derivative(saved[i]));
   }
 
   __attribute__((noinline)) static void both(const double* parameters, T* value, T* derivative, const T* saved,
@@ -61,7 +62,8 @@ template <class T>
 Loops<T> find_loops(int activation) {
   Loops<T> loops{};
   visit_activation(activation, [&]<class Activation>() {
-    loops = {&LoopsOf<Activation, T>::value, &LoopsOf<Activation, T>::scale, &LoopsOf<Activation, T>::both};
+    loops = {&LoopsOf<Activation, T>::value, &LoopsOf<Activation, T>::scale, &LoopsOf<Activation, T>::both,
+             kMasks<Activation>};
   });
   return loops;
 }
@@ -224,6 +226,9 @@ void differentiate_unit(const Differentiate& pass, const cpu::Tiling& tiling, co
       return stored(grad_pre, scaled, n);
     }
     loops.both(pass.parameters, value, derivative_scratch, saved, n);
+    const auto chained = [masks = loops.masks](T g, T derivative) {
+      return masks && derivative == T(0) ? T(0) : g * derivative;
+    };
     if (pass.up) {
       const T* up = widened(up_scratch, at<Storage>(pass.up, pass.stride, row, column), n);
       Storage* const grad_up = at<Storage>(pass.grad_up, pass.stride, row, column);
@@ -232,13 +237,13 @@ void differentiate_unit(const Differentiate& pass, const cpu::Tiling& tiling, co
         const T v = value[i], u = up[i], g = grad[i];
         value[i] = v * u;
         up_scratch[i] = g * v;
-        derivative_scratch[i] = g * u * derivative_scratch[i];
+        derivative_scratch[i] = chained(g * u, derivative_scratch[i]);
       }
       up_sums.add(up_scratch, column, n);
       stored(grad_up, up_scratch, n);
     } else {
       FUSED_OPS_ELEMENTWISE
-      for (int64_t i = 0; i < n; ++i) derivative_scratch[i] *= grad[i];
+      for (int64_t i = 0; i < n; ++i) derivative_scratch[i] = chained(grad[i], derivative_scratch[i]);
     }
     sums.add(derivative_scratch, column, n);
     stored(grad_pre, derivative_scratch, n);

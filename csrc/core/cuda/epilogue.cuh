@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(kThreads, kDifferentiateBlocks<T>)
         const T activated = Activation::kSaved == Saved::kOutput ? x : function.value(x);
         value[i] = kGated ? activated * up_value[i] : activated;
         if (kGated) up_value[i] = grad[i] * activated;
-        grad[i] = factor * function.derivative(x);
+        grad[i] = chain<Activation>(factor, function.derivative(x));
       }
     });
     mover.store_unit(static_cast<char*>(pass.grad_pre) + offset, gap, grad, rows);
