@@ -60,6 +60,14 @@ def test_stock_is_chosen_for_its_activation_type_and_size_only() -> None:
     assert is_fused(tensors(), "gelu")  # the later line holds
 
 
+def test_blocks_are_always_fused() -> None:
+    dispatch.set_choices([Choice("gelu", "float32", 6, 5, 7, "stock")])
+    x, w, b, *_ = tensors()
+    output = functional.mlp(x, w, b, torch.randn(3, 7))
+    assert output.grad_fn is not None
+    assert "BlockFunction" in output.grad_fn.name()
+
+
 def test_inference_and_training_are_chosen_apart() -> None:
     operands = tensors(200, 30, 40)
     stock = functional._composed(operands, functional.find_activation("gelu", {}))
@@ -171,5 +179,5 @@ def test_default_tables_are_well_formed(vendor: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(dispatch, "_first_value", lambda *arguments: vendor)
     table = dispatch.default_choices()
     assert table
-    assert all(line.faster == "onednn" for line in table)
+    assert all(line.faster in ("onednn", "stock") for line in table)
     dispatch.set_choices(table)

@@ -306,7 +306,8 @@ struct BlockFunction : torch::autograd::Function<BlockFunction> {
 
 bool stock_is_faster(const ActivationCall& activation, const Operands& operands, bool differentiable) {
   const Tensor &input = operands[kInput], &weight = operands[kWeight];
-  if (!is_plain(operands) || weight.dim() != 2 || weight.size(1) == 0) return false;
+  const bool layer = !operands[kUpWeight].defined() && !operands[kDownWeight].defined();  // more saves memory as well
+  if (!layer || !is_plain(operands) || weight.dim() != 2 || weight.size(1) == 0) return false;
   return prefers_stock(activation.index, differentiable, input.scalar_type(), input.numel() / weight.size(1),
                        weight.size(1), weight.size(0));
 }
