@@ -240,8 +240,10 @@ def saved_bytes(problem: Problem, function: Callable[[Tensor], Tensor]) -> int:
     return sum(storages.values())
 
 
-# Largest error, in parts of the largest value: sums of thousands of terms in fp32, and a few roundings to 8 bits.
-TOLERANCES = {"fp32": 3e-5, "bf16": 2**-4}
+# Error in parts of the value, both as Euclidean norms: sums of thousands of terms in fp32, a few roundings to 8 bits.
+# Not the largest error: where a pre-activation rounds to the other side of a kink, as a few of millions do in every
+# implementation, its gradient is another one.
+TOLERANCES = {"fp32": 1e-3, "bf16": 2**-4}
 
 
 class Oracle:
@@ -267,9 +269,9 @@ class Oracle:
         for name, actual, expected in zip(self._names(), self._actual(output), self.expected, strict=True):
             if actual is None:
                 return f"gives no {name}"
-            error = float((actual.double() - expected).abs().max() / expected.abs().max())
+            error = float((actual.double() - expected).norm() / expected.norm())
             if not error <= tolerance:
-                return f"{name} differs from the float64 oracle by {error:.3g} of its largest value"
+                return f"{name} differs from the float64 oracle by {error:.3g} of its norm"
         return None
 
     def _names(self) -> Iterator[str]:

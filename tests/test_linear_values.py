@@ -268,7 +268,9 @@ def test_relu_at_zero_and_at_not_a_number(device: str) -> None:  # case 6
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("activation", [name for name in ACTIVATIONS if name != "quick_gelu"])  # its reference: inf - inf
+@pytest.mark.parametrize(
+    "activation", [name for name in ACTIVATIONS if name != "quick_gelu"]
+)  # its reference: inf - inf
 def test_gradients_that_are_not_finite_are_masked_as_stock_masks_them(
     device: str, activation: str, form: str, value: float
 ) -> None:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// fused_ops._C's StepPlan and feed_forward, built so that all runs on the emulated CUDA backend, and what tests look at.
+// fused_ops._C's StepPlan and feed_forward, built so that all runs on the emulated CUDA backend, and a view of it.
 #include <cuda_runtime.h>
 
 #include "core/cuda/parameters.h"

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shlex
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -26,6 +28,15 @@ SANITIZERS = {
 }
 PROGRAM = ["emulated_walk.cpp", "fibers.cpp", "walk_test.cpp"]
 EPILOGUE_PROGRAM = ["emulated_epilogue.cpp", "fibers.cpp", "epilogue_test.cpp"]
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """One build at a time, also where tests run in several processes."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def compiler() -> list[str]:
@@ -49,7 +60,11 @@ def program(
     name: str, sanitizer: str, sources: Sequence[str] = PROGRAM, csrc: Path = ROOT / "csrc", flags: Sequence[str] = ()
 ) -> Path:
     """Returns the path of a test program; `csrc` is where the CUDA backend's sources are."""
-    BUILD.mkdir(parents=True, exist_ok=True)
+    with alone():
+        return _program(name, sanitizer, sources, csrc, flags)
+
+
+def _program(name: str, sanitizer: str, sources: Sequence[str], csrc: Path, flags: Sequence[str]) -> Path:
     jobs = []
     for source in sources:
         # The scheduler of the fibers tells ThreadSanitizer what it does; its own accesses are none of the kernels'.
@@ -72,15 +87,16 @@ def module() -> ModuleType:
     from torch.utils import cpp_extension
 
     target = BUILD / "module"
-    target.mkdir(parents=True, exist_ok=True)
     sources = [FOLDER / name for name in ("emulated_walk.cpp", "emulated_epilogue.cpp", "fibers.cpp", "bindings.cpp")]
     sources += [path for path in sorted((ROOT / "csrc/torch").glob("*.cpp")) if path.stem != "registry"]
-    result = cpp_extension.load(
-        "fused_ops_emulated",
-        [str(path) for path in [*sources, *sorted((ROOT / "csrc/core/cpu").glob("*.cpp"))]],
-        extra_cflags=[*FLAGS, "-O1", "-g0", "-fvisibility=hidden", "-DFUSED_OPS_CUDA", "-DFUSED_OPS_EMULATED"],
-        extra_include_paths=[str(FOLDER / "include"), str(ROOT / "csrc")],
-        build_directory=str(target),
-    )
+    with alone():
+        target.mkdir(exist_ok=True)
+        result = cpp_extension.load(
+            "fused_ops_emulated",
+            [str(path) for path in [*sources, *sorted((ROOT / "csrc/core/cpu").glob("*.cpp"))]],
+            extra_cflags=[*FLAGS, "-O1", "-g0", "-fvisibility=hidden", "-DFUSED_OPS_CUDA", "-DFUSED_OPS_EMULATED"],
+            extra_include_paths=[str(FOLDER / "include"), str(ROOT / "csrc")],
+            build_directory=str(target),
+        )
     assert isinstance(result, ModuleType)
     return result

@@ -4,10 +4,9 @@
 from __future__ import annotations
 
 import pytest
+from emulated import build
 from test_linear_layouts import *  # noqa: F403
 from test_linear_values import *  # noqa: F403
-
-from emulated import build
 
 pytestmark = pytest.mark.slow
 
