@@ -17,7 +17,7 @@ endif
 PIP_INSTALL := $(ENVIRONMENT_PYTHON) -m pip install --quiet --disable-pip-version-check
 NATIVE_SOURCES = $(shell find csrc tests examples benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help demo test lint bench gpu-check install format clean
+.PHONY: help demo test lint bench bench-linear gpu-check install format clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -32,8 +32,12 @@ test: install  ## run the tests
 	$(ENVIRONMENT_PYTHON) -m pytest tests $(PYTEST_ARGS)
 
 bench: EXTRAS = [demo]
-bench: install  ## compare with stock PyTorch (see benchmarks/)
+bench: install  ## compare the optimizers with stock PyTorch's (see benchmarks/)
 	$(ENVIRONMENT_PYTHON) benchmarks/bench_optimizers.py $(BENCH_ARGS)
+
+bench-linear: EXTRAS = [demo]
+bench-linear: install  ## compare the linear layers with stock PyTorch's
+	$(ENVIRONMENT_PYTHON) benchmarks/bench_linear.py $(BENCH_ARGS)
 
 gpu-check:  ## build, test and measure on a GPU, offline, with the torch that is there (see benchmarks/gpu_check.py)
 	@$(if $(wildcard $(ENVIRONMENT_PYTHON)),$(ENVIRONMENT_PYTHON),$(PYTHON)) benchmarks/gpu_check.py $(GPU_CHECK_ARGS)
