@@ -21,7 +21,7 @@ NATIVE_SOURCES = $(shell find csrc tests examples benchmarks -name '*.cpp' -o -n
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
 
 demo: EXTRAS = [demo]
 demo: install  ## train a small language model twice, stock and fused, and plot both
