@@ -209,10 +209,17 @@ STOCK_MODULES = [
     nn.Hardswish(),
     nn.Hardsigmoid(),
 ]
+
+
+def label(activation: Any) -> str:
+    """The same in every process, which an address is not."""
+    return str(activation) if isinstance(activation, nn.Module) else getattr(activation, "__name__", repr(activation))
+
+
 STOCK_FUNCTIONS: list[Callable[..., Tensor]] = [F.relu, torch.relu, F.gelu, F.silu, torch.tanh, torch.sigmoid, F.mish]
 
 
-@pytest.mark.parametrize("activation", [*STOCK_MODULES, *STOCK_FUNCTIONS], ids=str)
+@pytest.mark.parametrize("activation", [*STOCK_MODULES, *STOCK_FUNCTIONS], ids=label)
 def test_activation_of_modules_and_functions(activation: Callable[[Tensor], Tensor]) -> None:
     x = sample(50)
     layer = layers.LinearAct(7, 6, activation=activation)
@@ -232,7 +239,7 @@ class Stateful(nn.PReLU):
 UNKNOWN = [OtherReLU(), nn.PReLU(), Stateful(), nn.Dropout(), nn.RReLU(), nn.Softmax(-1), nn.Threshold(0.1, 20.0)]
 
 
-@pytest.mark.parametrize("activation", [*UNKNOWN, lambda x: x, torch.sin, "gleu", "", None, 3], ids=str)
+@pytest.mark.parametrize("activation", [*UNKNOWN, lambda x: x, torch.sin, "gleu", "", None, 3], ids=label)
 def test_what_is_no_known_activation(activation: Any) -> None:
     """A subclass may do anything in its forward, and a function that is not one of PyTorch's as well."""
     assert importlib.import_module("fused_ops.nn.activation").Activation.of(activation) is None
