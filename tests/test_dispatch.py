@@ -60,6 +60,13 @@ def test_stock_is_chosen_for_its_activation_type_and_size_only() -> None:
     assert is_fused(tensors(), "gelu")  # the later line holds
 
 
+@pytest.mark.parametrize(("activation", "fused"), [("gelu", False), ("softplus", False), ("silu", True)])
+def test_large_layers_in_double_whose_loops_are_scalar_run_stock(activation: str, fused: bool) -> None:
+    assert is_fused(tensors(300, 5, 70, torch.float64), activation) is fused
+    assert is_fused(tensors(30, 5, 70, torch.float64), activation)
+    assert is_fused(tensors(300, 5, 70), activation)
+
+
 def test_blocks_are_always_fused() -> None:
     dispatch.set_choices([Choice("gelu", "float32", 6, 5, 7, "stock")])
     x, w, b, *_ = tensors()

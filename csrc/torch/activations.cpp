@@ -160,6 +160,11 @@ bool is_fusible(const ActivationCall& call) {
   return true;
 }
 
+bool is_scalar_in_double(const ActivationCall& call) {
+  const std::string_view name = aten_activation(call.index).name;
+  return name == "gelu" || name == "softplus";
+}
+
 at::Tensor aten_value(const ActivationCall& call, const at::Tensor& x) {
   return aten_activation(call.index).value(x, call.parameters);
 }

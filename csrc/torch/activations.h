@@ -30,6 +30,9 @@ const ActivationCall& identity();
 // the same output for two inputs.
 bool is_fusible(const ActivationCall& call);
 
+// Whether the CPU loops compute it one element at a time: erfc and log1p of a double are libm's.
+bool is_scalar_in_double(const ActivationCall& call);
+
 // Differentiable compositions of aten operators: act(x), and grad * act'(x), from x or from act(x) as `saved` says.
 at::Tensor aten_value(const ActivationCall& call, const at::Tensor& x);
 at::Tensor aten_gradient(const ActivationCall& call, const at::Tensor& grad, const at::Tensor& saved);

@@ -308,8 +308,11 @@ bool stock_is_faster(const ActivationCall& activation, const Operands& operands,
   const Tensor &input = operands[kInput], &weight = operands[kWeight];
   const bool layer = !operands[kUpWeight].defined() && !operands[kDownWeight].defined();  // more saves memory as well
   if (!layer || !is_plain(operands) || weight.dim() != 2 || weight.size(1) == 0) return false;
-  return prefers_stock(activation.index, differentiable, input.scalar_type(), input.numel() / weight.size(1),
-                       weight.size(1), weight.size(0));
+  const int64_t rows = input.numel() / weight.size(1), columns = weight.size(0);
+  constexpr int64_t kFew = 1 << 14;  // elements, for which the call matters more
+  if (input.is_cpu() && input.scalar_type() == at::kDouble && rows * columns > kFew && is_scalar_in_double(activation))
+    return true;
+  return prefers_stock(activation.index, differentiable, input.scalar_type(), rows, weight.size(1), columns);
 }
 
 // Where the composition of aten operators runs instead.
