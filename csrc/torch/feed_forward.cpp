@@ -232,8 +232,8 @@ Forward forward(const ActivationCall& activation, const Operands& operands, bool
 }
 
 Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, const Operands& operands,
-                  const at::Tensor& saved, const at::Tensor& up, const std::array<bool, kOperands>& wanted, Reuse reuse,
-                  const Operands& accumulate_into) {
+                  const at::Tensor& saved, const at::Tensor& up, const std::array<bool, kOperands>& wanted,
+                  bool overwrite, const Operands& accumulate_into) {
   Operands grads;
   const bool down = operands[kDownWeight].defined() || wanted[kDownWeight] || wanted[kDownBias];
   const bool hidden_wanted = wanted[kDownWeight];
@@ -250,7 +250,7 @@ Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, 
   };
 
   at::Tensor grad_hidden = grad_rows;
-  bool own_grad = reuse.grad_out || !grad_rows.is_alias_of(grad_out);
+  bool own_grad = !grad_rows.is_alias_of(grad_out);
   if (down) {
     if (wanted[kDownBias]) grads[kDownBias] = at::sum(grad_rows, 0);
     if (pre_wanted || up_wanted || wanted[kUpWeight] || wanted[kUpBias])
@@ -280,14 +280,14 @@ Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, 
     pass.saved = matrix.const_data_ptr();
     pass.up = data_or_null(up);
     pass.grad_out = grad_hidden.const_data_ptr();
-    if (!own_grad) grad_pre = reuse.saved && !hidden_wanted ? matrix : empty_buffer_like(grad_hidden);
+    if (!own_grad) grad_pre = overwrite && !hidden_wanted ? matrix : empty_buffer_like(grad_hidden);
     pass.grad_pre = grad_pre.mutable_data_ptr();
     if (up.defined()) {
-      grad_up = reuse.saved ? up : empty_buffer_like(up);
+      grad_up = overwrite ? up : empty_buffer_like(up);
       pass.grad_up = grad_up.mutable_data_ptr();
     }
     if (hidden_wanted && (up.defined() || activation.saved == Saved::kInput)) {
-      hidden = reuse.saved ? matrix : empty_buffer_like(matrix);
+      hidden = overwrite ? matrix : empty_buffer_like(matrix);
       pass.hidden = hidden.mutable_data_ptr();
     }
     if (wanted[kBias]) grads[kBias] = at::empty({pass.columns}, matrix.options());

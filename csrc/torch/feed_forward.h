@@ -33,17 +33,12 @@ bool is_native(const Operands& operands);
 
 Forward forward(const ActivationCall& activation, const Operands& operands, bool training);
 
-// What backward may do with memory that nobody else will read again.
-struct Reuse {
-  bool grad_out = false, saved = false;
-};
-
 // The gradients of the operands that are `wanted`. Of the operands, those are needed that the wanted ones are made of:
-// input for weights, weights for input. A defined `accumulate_into` takes the gradient of that weight by addition
-// instead of it being returned.
+// input for weights, weights for input. With `overwrite`, saved and up are nobody else's any more and may be written
+// to. A defined `accumulate_into` takes the gradient of that weight by addition instead of it being returned.
 Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, const Operands& operands,
-                  const at::Tensor& saved, const at::Tensor& up, const std::array<bool, kOperands>& wanted, Reuse reuse,
-                  const Operands& accumulate_into = {});
+                  const at::Tensor& saved, const at::Tensor& up, const std::array<bool, kOperands>& wanted,
+                  bool overwrite, const Operands& accumulate_into = {});
 
 // What `forward` saves where it saves neither the output nor nothing: act(pre) where the activation is differentiated
 // from its output, else pre; with its bias.

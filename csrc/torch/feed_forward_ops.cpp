@@ -225,11 +225,11 @@ struct BlockFunction : torch::autograd::Function<BlockFunction> {
       const Operands given = {grad_out, {}, {}, {}, {}, {}, {}};
       if (call->plain && is_plain(given)) {
         const bool last = call->reuse && !torch::autograd::get_current_graph_task_keep_graph();
-        Reuse reuse;
-        reuse.saved = last && !call->saved_is_output && saved[kSavedHidden].defined() &&
-                      is_alone(saved[kSavedHidden], 2) && (!saved[kSavedUp].defined() || is_alone(saved[kSavedUp], 2));
+        const bool overwrite = last && !call->saved_is_output && saved[kSavedHidden].defined() &&
+                               is_alone(saved[kSavedHidden], 2) &&
+                               (!saved[kSavedUp].defined() || is_alone(saved[kSavedUp], 2));
         grads = fused_ops::backward(call->activation, grad_out, operands, saved[kSavedHidden], saved[kSavedUp], wanted,
-                                    reuse, gradients_to_add_to(*call, wanted));
+                                    overwrite, gradients_to_add_to(*call, wanted));
       } else {
         static const auto op = find<BackwardSchema>("fused_ops::feed_forward_backward");
         const auto list = op.call(grad_out, or_none(operands[kInput]), or_none(operands[kWeight]),
@@ -435,7 +435,7 @@ std::vector<Tensor> block_backward(const Tensor& grad_out, const OptionalTensor&
   operands[kUpWeight] = or_undefined(up_weight);
   operands[kDownWeight] = or_undefined(down_weight);
   const Operands grads = backward(find_activation(activation, parameters), grad_out, operands, or_undefined(saved),
-                                  or_undefined(up), wanted, {});
+                                  or_undefined(up), wanted, /*overwrite=*/false);
   std::vector<Tensor> list;
   for (int operand = 0; operand < kOperands; ++operand)
     if (wanted[operand]) list.push_back(grads[operand]);
