@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import random
 import threading
 import warnings
 from collections.abc import Callable
@@ -325,6 +326,21 @@ class SelfGate(Gated):
         return self.down_proj(self.act_fn(gate) * gate)
 
 
+class Draws(MLP):
+    """Skips its layers at random, seldom."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.draw() < 1e-9 else self.fc2(self.act(self.fc1(x)))
+
+
+def numpy_random() -> float:
+    return pytest.importorskip("numpy").random.random()
+
+
 class OwnPickling(MLP):
     def __reduce__(self) -> Any:
         return OwnPickling, ()
@@ -431,6 +447,9 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "adapter in the block": (with_(wrap("fc1"), MLP), "fc2", "no activation behind it"),
     "its own way of pickling": (OwnPickling, "fc1", "is pickled in its own way"),
     "its class cannot be exchanged": (OwnLayout, "fc1", "whose class cannot be exchanged: no other class"),
+    "draws from torch": (lambda: Draws(lambda: torch.rand(()).item()), "fc1", "draws random numbers"),
+    "draws from Python": (lambda: Draws(random.random), "fc1", "draws random numbers"),
+    "draws from NumPy": (lambda: Draws(numpy_random), "fc1", "draws random numbers"),
     "attention's projection": (lambda: nn.MultiheadAttention(4, 2), "out_proj", "a subclass of Linear"),
 }
 
@@ -441,10 +460,11 @@ def test_left_alone(name: str) -> None:
     make, layer, reason = LEFT[name]
     torch.manual_seed(0)
     model = make()
-    kinds = [type(module) for module in model.modules()]
+    kinds, states = [type(module) for module in model.modules()], (random.getstate(), torch.get_rng_state().tolist())
     with pytest.warns(UserWarning, match="fuse: expected at least one"):
         report = fuse(model)
     assert not report.replaced
+    assert (random.getstate(), torch.get_rng_state().tolist()) == states
     assert reason in {one.name: one.reason for one in report.left}[layer], report
     assert [type(module) for module in model.modules()] == kinds
 

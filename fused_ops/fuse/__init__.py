@@ -12,6 +12,7 @@ from torch import nn
 from fused_ops import _build
 from fused_ops.fuse.blocks import FeedForward, Plan, fused_class
 from fused_ops.fuse.planning import looks_linear, obstacle, plan_block
+from fused_ops.fuse.randomness import RandomStates
 from fused_ops.fuse.record import Unproven
 from fused_ops.fuse.report import LOCK, FuseReport, Left, Replaced, Swap
 from fused_ops.fuse.verify import Mismatch
@@ -98,7 +99,7 @@ def _fuse_block(block: nn.Module, selection: _Selection, verified: bool, report:
     if not linears:
         return
     name, why = selection.names[block][0], "has no activation behind it"
-    plan, refused = None, {}
+    plan, refused, states = None, {}, RandomStates()
     try:
         plan, refused, units = _plan(block, lambda child: selection.refusal(block, child), verified)
         if plan is not None:
@@ -107,6 +108,8 @@ def _fuse_block(block: nn.Module, selection: _Selection, verified: bool, report:
             report.replaced.extend(rows)
     except Unproven as unproven:
         plan, why = None, str(unproven)
+    finally:
+        states.restore()
     for child in linears:
         if plan is None or child not in plan.linears:
             reason = refused.get(child) or obstacle(block.get_submodule(child)) or why

@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from fused_ops.fuse.blocks import is_linear
+from fused_ops.fuse.randomness import RandomStates
 from fused_ops.nn.activation import Activation
 
 
@@ -288,7 +289,7 @@ def read(block: nn.Module, dtype: torch.dtype) -> Reading | None:
     if required[1:]:
         raise Unproven("its forward takes more than one argument")
 
-    readings, looks_at_dtypes = set(), False
+    readings, looks_at_dtypes, states = set(), False, RandomStates()
     for training, gradients, autocast in itertools.product((True, False), repeat=3):
         recorder = _Recorder(dtype, torch.bfloat16 if autocast else dtype)
         with torch.set_grad_enabled(gradients):
@@ -299,6 +300,8 @@ def read(block: nn.Module, dtype: torch.dtype) -> Reading | None:
                 raise Unproven(recorder.reason or message) from None
         if recorder.reason:
             raise Unproven(recorder.reason)
+        if states.changed():
+            raise Unproven("its forward draws random numbers")
         readings.add(_items(block, recorder, result))
         looks_at_dtypes |= recorder.looks_at_dtypes
     if len(readings) != 1:
