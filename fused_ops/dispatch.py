@@ -36,11 +36,13 @@ from torch import Tensor
 
 from fused_ops import functional
 from fused_ops._build import _first_value, load_native
-from fused_ops.nn.activation import Activation
+from fused_ops.nn.activation import ACTIVATIONS, Activation
 
 __all__ = ["Choice", "choices", "default_choices", "reset", "set_choices", "tune", "tuning_file"]
 
 FORMAT = 1
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+ONEDNN_DTYPES = ("float32", "bfloat16")
 PRODUCTS = ("forward", "grad_input", "grad_weight")
 SHAPES = ((16, 10, 10), (128, 784, 512), (512, 768, 3072), (2048, 1024, 4096), (64, 4096, 11008), (16384, 256, 1024))
 SHAPES += ((65536, 64, 64), (8, 768, 3072))
@@ -75,10 +77,15 @@ class Choice:
             raise ValueError(
                 f"Choice: expected faster in ({', '.join(wanted)}) for {self.operation}, got {self.faster!r}."
             )
-        if self.operation not in PRODUCTS:
-            functional.find_activation(self.operation, {})
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"Choice: expected the name of a dtype, got {self.dtype!r}. Use e.g. 'float32'.")
+        if self.operation not in (*PRODUCTS, *ACTIVATIONS):
+            names = ", ".join((*PRODUCTS, *ACTIVATIONS))
+            raise ValueError(f"Choice: expected operation in ({names}), got {self.operation!r}.")
+        dtypes = ONEDNN_DTYPES if self.faster == "onednn" else DTYPES
+        if self.dtype not in dtypes:
+            raise ValueError(f"Choice: expected dtype in ({', '.join(dtypes)}) for {self.faster}, got {self.dtype!r}.")
+        for size in (self.m, self.k, self.n):
+            if not isinstance(size, int) or not 0 < size < 2**62:
+                raise ValueError(f"Choice: expected sizes to be positive integers, got {size!r}.")
 
 
 # Measured on 2 cores: where oneDNN's product took less than 1/1.05 of the time of torch's own.
@@ -242,6 +249,42 @@ def _block(activation: Activation, shape: tuple[int, int, int], dtype: torch.dty
     )
 
 
+def _measure_all(
+    native: Any,
+    shapes: Sequence[tuple[int, int, int]],
+    dtypes: Sequence[torch.dtype],
+    activations: Sequence[str],
+    seconds: float,
+    note: Callable[[Choice], None],
+    found: list[Choice],
+) -> None:
+    for shape in shapes:
+        for dtype in dtypes:
+            name = str(dtype).removeprefix("torch.")
+            for operation, a, b in _product_cases(shape, dtype):
+                wins = (
+                    name in ONEDNN_DTYPES
+                    and native.has_onednn()
+                    and _faster(
+                        lambda a=a, b=b: native.product(False, a, b, None),
+                        lambda a=a, b=b: native.product(True, a, b, None),
+                        seconds,
+                    )
+                )
+                m, k, n = a.shape[0], a.shape[1], b.shape[1]
+                note(Choice(operation, name, m, k, n, "onednn" if wins else "aten"))
+    products = list(found)
+    set_choices(products)  # blocks are measured with the products that they will have
+    for shape in shapes:
+        for dtype in dtypes:
+            name = str(dtype).removeprefix("torch.")
+            for activation in activations:
+                for training in (False, True):
+                    stock, fused = _block(functional.find_activation(activation, {}), shape, dtype, training)
+                    faster = "stock" if _faster(fused, stock, seconds) else "fused"
+                    note(Choice(activation, name, *shape, faster, training))
+
+
 def tune(
     shapes: Sequence[tuple[int, int, int]] = SHAPES,
     *,
@@ -251,7 +294,7 @@ def tune(
     save: bool = True,
     progress: bool = True,
 ) -> list[Choice]:
-    """Measures on this machine what is faster, for your shapes, and uses it from now on.
+    """Measures on this machine what is faster, for your shapes, and uses it from now on. Draws random numbers.
 
     Args:
         shapes: (rows, in_features, out_features) of your layers; rows are all but the last dimension of the input.
@@ -272,6 +315,12 @@ def tune(
         ['forward', 'grad_input', 'grad_weight', 'relu']
     """
     native = load_native()
+    for shape in shapes:
+        if len(shape) != 3 or not all(isinstance(size, int) and size > 0 for size in shape):
+            raise ValueError(f"tune: expected shapes of three positive integers (rows, in, out), got {shape!r}.")
+    for dtype in dtypes:
+        if str(dtype).removeprefix("torch.") not in DTYPES:
+            raise ValueError(f"tune: expected dtypes in ({', '.join(DTYPES)}), got {dtype!r}.")
     before = choices()
     set_choices([])  # measured against the defaults
     found: list[Choice] = []
@@ -287,27 +336,8 @@ def tune(
             sys.stderr.flush()
 
     try:
-        for shape in shapes:
-            for dtype in dtypes:
-                name = str(dtype).removeprefix("torch.")
-                for operation, a, b in _product_cases(shape, dtype):
-                    wins = native.has_onednn() and _faster(
-                        lambda a=a, b=b: native.product(False, a, b, None),
-                        lambda a=a, b=b: native.product(True, a, b, None),
-                        seconds,
-                    )
-                    m, k, n = a.shape[0], a.shape[1], b.shape[1]
-                    note(Choice(operation, name, m, k, n, "onednn" if wins else "aten"))
-        products = list(found)
-        set_choices(products)  # blocks are measured with the products that they will have
-        for shape in shapes:
-            for dtype in dtypes:
-                name = str(dtype).removeprefix("torch.")
-                for activation in activations:
-                    for training in (False, True):
-                        stock, fused = _block(functional.find_activation(activation, {}), shape, dtype, training)
-                        faster = "stock" if _faster(fused, stock, seconds) else "fused"
-                        note(Choice(activation, name, *shape, faster, training))
+        with torch.enable_grad():
+            _measure_all(native, shapes, dtypes, activations, seconds, note, found)
     except BaseException:
         set_choices(before)
         raise
@@ -323,7 +353,9 @@ def tune(
         }
         record |= {"torch": torch.__version__, "choices": [asdict(line) for line in lines.values()]}
         path.write_text(json.dumps(record, indent=1) + "\n")
-    set_choices([*before, *found])
+    new = {(line.operation, line.training, line.dtype, line.m, line.k, line.n) for line in found}
+    kept = [line for line in before if (line.operation, line.training, line.dtype, line.m, line.k, line.n) not in new]
+    set_choices([*kept, *found])
     return found
 
 

@@ -27,8 +27,10 @@ from fused_ops._build import load_native
 from fused_ops.nn import grad_buffers
 from fused_ops.nn.activation import ACTIVATIONS, Activation
 
-try:  # torch.compile has to find the operator without running what loads it
-    _native: Any = load_native()
+try:  # torch.compile has to find the operators, and their fake kernels, without running what loads them
+    from fused_ops import ops
+
+    _native: Any = ops.load_native()
 except RuntimeError:  # said by load_native() at the first call
     _native = None
 
@@ -52,6 +54,15 @@ def find_activation(activation: Any, parameters: dict[str, float]) -> Activation
             "Use one of these names, or a module of torch.nn or a function of torch.nn.functional that computes one."
         )
     return found
+
+
+def _expect_tensors(function: str, **weights: Any) -> None:
+    """Without this check a None would leave the gate or the down projection out."""
+    for name, weight in weights.items():
+        if not isinstance(weight, Tensor):
+            raise TypeError(
+                f"{function}: expected {name} to be a Tensor, got {type(weight).__name__}. Pass its weight."
+            )
 
 
 def _composed(tensors: Sequence[Tensor | None], activation: Activation) -> Tensor:
@@ -140,6 +151,7 @@ def gated_linear(
 
     Reference: Shazeer, 2020, https://arxiv.org/abs/2002.05202.
     """
+    _expect_tensors("gated_linear", up_weight=up_weight)
     return feed_forward(input, weight, bias, up_weight, up_bias, None, None, find_activation(activation, parameters))
 
 
@@ -165,6 +177,7 @@ def mlp(
         >>> mlp(x, weight, None, torch.ones(1, 2), activation="relu")
         tensor([2.])
     """
+    _expect_tensors("mlp", down_weight=down_weight)
     found = find_activation(activation, parameters)
     return feed_forward(input, weight, bias, None, None, down_weight, down_bias, found)
 
@@ -194,5 +207,6 @@ def gated_mlp(
         >>> gated_mlp(x, weight, 3 * weight, torch.ones(1, 2), activation="relu")
         tensor([12.])
     """
+    _expect_tensors("gated_mlp", up_weight=up_weight, down_weight=down_weight)
     found = find_activation(activation, parameters)
     return feed_forward(input, weight, bias, up_weight, up_bias, down_weight, down_bias, found)

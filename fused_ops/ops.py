@@ -70,10 +70,10 @@ def _(input, weight, bias, up_weight, up_bias, down_weight, down_bias, activatio
 @torch.library.register_fake("fused_ops::feed_forward_training")
 def _(input, weight, bias, up_weight, up_bias, down_weight, down_bias, activation, parameters):
     last = weight if down_weight is None else down_weight
-    output, nothing = input.new_empty([*input.shape[:-1], last.shape[0]]), input.new_empty((0,))
+    output = input.new_empty([*input.shape[:-1], last.shape[0]])
     block = up_weight is not None or down_weight is not None
-    saved = _hidden(input, weight) if block or activation not in _SAVES_NO_HIDDEN else nothing
-    return output, saved, _hidden(input, weight) if up_weight is not None else nothing
+    saved = _hidden(input, weight) if block or activation not in _SAVES_NO_HIDDEN else input.new_empty((0,))
+    return output, saved, _hidden(input, weight) if up_weight is not None else input.new_empty((0,))
 
 
 @torch.library.register_fake("fused_ops::feed_forward_backward")

@@ -168,9 +168,15 @@ def test_a_broken_file_is_left_out_with_a_warning(text: str) -> None:
     [
         (("forward", "float32", 1, 1, 1, "stock"), r"expected faster in \(aten, onednn\) for forward, got 'stock'"),
         (("gelu", "float32", 1, 1, 1, "onednn"), r"expected faster in \(fused, stock\) for gelu, got 'onednn'"),
-        (("glue", "float32", 1, 1, 1, "stock"), "expected activation in"),
-        (("gelu", "float", 1, 1, 1, "stock"), None),
-        (("gelu", "float33", 1, 1, 1, "stock"), "expected the name of a dtype, got 'float33'"),
+        (("glue", "float32", 1, 1, 1, "stock"), r"expected operation in \(forward, .*, got 'glue'"),
+        (("swish", "float32", 1, 1, 1, "stock"), r"expected operation in \(forward, .*, got 'swish'"),
+        (("gelu", "float64", 1, 1, 1, "stock"), None),
+        (("gelu", "float33", 1, 1, 1, "stock"), "expected dtype in .* for stock, got 'float33'"),
+        (("gelu", "int32", 1, 1, 1, "stock"), "expected dtype in .* for stock, got 'int32'"),
+        (("forward", "float64", 1, 1, 1, "onednn"), "expected dtype in .* for onednn, got 'float64'"),
+        (("gelu", "float32", 0, 1, 1, "stock"), "expected sizes to be positive integers, got 0"),
+        (("gelu", "float32", 1, 1.5, 1, "stock"), "expected sizes to be positive integers, got 1.5"),
+        (("gelu", "float32", 1, 1, "x", "stock"), "expected sizes to be positive integers, got 'x'"),
     ],
 )
 def test_choices_are_checked(arguments: tuple[Any, ...], message: str | None) -> None:
@@ -179,6 +185,30 @@ def test_choices_are_checked(arguments: tuple[Any, ...], message: str | None) ->
         return
     with pytest.raises(ValueError, match=message):
         Choice(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"shapes": [(0, 1, 1)]}, r"expected shapes of three positive integers \(rows, in, out\), got \(0, 1, 1\)"),
+        ({"shapes": [(4, 4)]}, r"got \(4, 4\)"),
+        ({"dtypes": [torch.int32]}, r"expected dtypes in \(float32, .*, got torch.int32"),
+    ],
+)
+def test_tune_checks_before_it_measures(arguments: dict[str, Any], message: str) -> None:
+    before = dispatch.choices()
+    with pytest.raises(ValueError, match=message):
+        dispatch.tune(**arguments)
+    assert dispatch.choices() == before
+
+
+def test_tune_again_replaces_and_does_not_need_gradients() -> None:
+    options: dict[str, Any] = {"dtypes": [torch.float64], "activations": ["relu"], "seconds": 0.0, "progress": False}
+    with torch.no_grad():
+        found = dispatch.tune([(8, 16, 16)], **options)
+    assert {line.faster for line in found if line.operation in dispatch.PRODUCTS} == {"aten"}  # oneDNN has no float64
+    dispatch.tune([(8, 16, 16)], **options)
+    assert len(dispatch.choices()) == len(found)
 
 
 @pytest.mark.parametrize("vendor", dispatch._ONEDNN)

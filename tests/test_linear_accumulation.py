@@ -227,3 +227,40 @@ def test_a_weight_used_twice() -> None:
             network(network(batch(network, seed))).square().sum().backward()
     for ours, theirs in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "message"),
+    [
+        (torch.zeros(6, 7, dtype=torch.int32), "floating-point dtype"),
+        (torch.zeros(6, 7, dtype=torch.complex64), "floating-point dtype"),
+        (torch.zeros(6, 7, requires_grad=True), "not to require grad"),
+        (torch.zeros(7, 6), r"to have shape \(6, 7\)"),
+        (torch.zeros(6, 7, device="meta"), "to be on cpu"),
+        (torch.zeros(6, 7).to_sparse(), "strided"),
+        ([0.0], "strided Tensor"),
+    ],
+)
+def test_a_main_grad_that_cannot_take_the_gradient_is_refused(main_grad: object, message: str) -> None:
+    layer = layers.LinearAct(7, 6)
+    layer.weight.main_grad = main_grad
+    with pytest.raises(ValueError, match=message):
+        layers.accumulate_grad(layer)
+    if isinstance(main_grad, torch.Tensor):  # put there later
+        del layer.weight.main_grad
+        layers.accumulate_grad(layer)
+        layer.weight.main_grad = main_grad
+        with pytest.raises(RuntimeError, match="accumulate_grad: expected main_grad"):
+            layer(torch.randn(2, 7)).sum().backward()
+
+
+def test_a_weight_frozen_after_the_forward_pass_gets_no_gradient() -> None:
+    layer = layers.LinearAct(7, 6)
+    layers.accumulate_grad(layer)
+    layer(torch.randn(2, 7)).sum().backward()
+    assert layer.weight.grad is not None
+    before = layer.weight.grad.clone()
+    output = layer(torch.randn(2, 7)).sum()
+    layer.weight.requires_grad_(False)
+    output.backward()
+    assert torch.equal(layer.weight.grad, before)

@@ -19,6 +19,10 @@ import torch
 from linear_reference import ACTIVATIONS, PARAMETERS
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils import parametrizations
+from torch.nn.utils import prune as pruning
+
+from fused_ops import functional
 
 layers = importlib.import_module("fused_ops.nn")
 
@@ -515,3 +519,56 @@ def test_distributed_data_parallel_over_two_processes(tmp_path: Path) -> None:
         for process in processes:
             process.kill()
             process.wait()
+
+
+FRESH = """
+import torch
+from fused_ops import nn
+model = nn.MLP(4, 8)
+torch.compile(model, fullgraph=True, backend="eager")(torch.randn(3, 4))
+torch.export.export(model, (torch.randn(3, 4),))
+"""
+
+
+def test_compiles_in_a_fresh_interpreter() -> None:
+    """Without any other module of the package imported, which could register what is missing."""
+    subprocess.run([sys.executable, "-c", FRESH], check=True)
+
+
+@pytest.mark.parametrize(
+    ("make_layer", "message"),
+    [
+        (lambda: nn.LazyLinear(3), "got LazyLinear"),
+        (lambda: parametrizations.weight_norm(nn.Linear(4, 3)), "got ParametrizedLinear"),
+        (lambda: prune(nn.Linear(4, 3)), "without hooks, pruning or parametrizations"),
+        (lambda: hooked(nn.Linear(4, 3)), "without hooks, pruning or parametrizations"),
+    ],
+)
+def test_from_linear_takes_plain_layers_only(make_layer: Callable[[], nn.Linear], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        layers.LinearAct.from_linear(make_layer(), "relu")
+
+
+def prune(linear: nn.Linear) -> nn.Linear:
+    pruning.l1_unstructured(linear, "weight", 0.5)
+    return linear
+
+
+def hooked(linear: nn.Linear) -> nn.Linear:
+    linear.register_forward_hook(lambda *_: None)
+    return linear
+
+
+def test_a_missing_weight_is_no_missing_layer() -> None:
+    x, weight = torch.randn(2, 3), torch.randn(4, 3)
+    for call in (
+        lambda: functional.gated_linear(x, weight, None),  # type: ignore[arg-type]
+        lambda: functional.mlp(x, weight, None, None),  # type: ignore[arg-type]
+        lambda: functional.gated_mlp(x, weight, weight, None),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match="to be a Tensor, got NoneType"):
+            call()
+    with pytest.raises(ValueError, match="expected min_val < max_val"):
+        functional.linear_act(x, weight, None, "hardtanh", min_val=2.0, max_val=1.0)
+    with pytest.raises(ValueError, match="to be numbers, got 'a'"):
+        functional.linear_act(x, weight, None, "leaky_relu", negative_slope="a")  # type: ignore[arg-type]

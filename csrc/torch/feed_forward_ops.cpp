@@ -154,8 +154,19 @@ Operands gradients_to_add_to(const BlockCall& call, const std::array<bool, kOper
   if (!torch::autograd::get_current_graph_task_exec_info()->empty()) return into;
   for (const Operand operand : {kWeight, kUpWeight, kDownWeight}) {
     const Tensor& leaf = call.leaves[operand];
-    if (!wanted[operand] || !leaf.defined() || !is_silent_leaf(leaf)) continue;
-    const Tensor& grad = call.main_grads[operand].defined() ? call.main_grads[operand] : leaf.grad();
+    if (!wanted[operand] || !leaf.defined() || !leaf.requires_grad() || !is_silent_leaf(leaf)) continue;
+    const Tensor& main_grad = call.main_grads[operand];
+    if (main_grad.defined()) {
+      if (!main_grad.is_floating_point() || main_grad.layout() != at::kStrided || main_grad.requires_grad() ||
+          !main_grad.sizes().equals(leaf.sizes()) || main_grad.device() != leaf.device())
+        fail("accumulate_grad: expected main_grad of a weight of shape ", describe(leaf.sizes()), " on ", leaf.device(),
+             " to be a strided floating-point tensor of its shape, there, that does not require grad, got ",
+             describe(main_grad.scalar_type()), " of shape ", describe(main_grad.sizes()), " on ", main_grad.device(),
+             ". Make another one.");
+      into[operand] = main_grad;
+      continue;
+    }
+    const Tensor& grad = leaf.grad();
     if (grad.defined() && !grad.requires_grad() && grad.layout() == at::kStrided) into[operand] = grad;
   }
   return into;

@@ -166,12 +166,17 @@ class Activation:
                 f"Activation: expected name in ({', '.join(ACTIVATIONS)}), got {self.name!r}. Use one of these names."
             )
         defaults = ACTIVATIONS[self.name]
+        for value in self.parameters:
+            if not _is_number(value):
+                raise ValueError(f"Activation: expected parameters of {self.name} to be numbers, got {value!r}.")
         values = tuple(float(value) for value in self.parameters) or tuple(defaults.values())
         if len(values) != len(defaults):
             raise ValueError(
                 f"Activation: expected len(parameters) == {len(defaults)} for {self.name}, got {len(values)}. "
                 f"Give {', '.join(defaults) or 'none'}."
             )
+        if self.name == "hardtanh" and not values[0] < values[1]:
+            raise ValueError(f"Activation: expected min_val < max_val for hardtanh, got {values}. Exchange them.")
         object.__setattr__(self, "parameters", values)
 
     @classmethod

@@ -58,11 +58,20 @@ class LinearAct(nn.Linear):
     def from_linear(cls, linear: nn.Linear, activation: Any, **parameters: float) -> LinearAct:
         """A layer that shares the very parameters of an nn.Linear, and its training mode.
 
+        Raises:
+            TypeError: it is no plain nn.Linear: another class, pruned, parametrized, or with hooks, which would go.
+            ValueError: the activation is not known.
+
         Example:
             >>> linear = nn.Linear(4, 2)
             >>> LinearAct.from_linear(linear, nn.ReLU()).weight is linear.weight
             True
         """
+        if not _only_hold_parameters(linear) or set(linear._parameters) != {"weight", "bias"}:
+            raise TypeError(
+                f"LinearAct: expected an nn.Linear without hooks, pruning or parametrizations, got {linear}. "
+                "Use fused_ops.fuse, which leaves such layers alone."
+            )
         found = functional.find_activation(activation, parameters)
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, found, torch.device("meta"))
         layer.weight, layer.bias = linear.weight, linear.bias

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 
@@ -38,6 +39,20 @@ def _hooked(weights: Iterable[tuple[str, Tensor]]) -> str | None:
     return None
 
 
+def _unusable(weight: Tensor) -> str | None:
+    """Why the gradient of a weight cannot be added to its main_grad, or None."""
+    grad = getattr(weight, "main_grad", None)
+    if grad is None:
+        return None
+    if not isinstance(grad, Tensor) or grad.layout != torch.strided:
+        return "to be a strided Tensor"
+    if not grad.is_floating_point() or grad.requires_grad:
+        return "to be of a floating-point dtype and not to require grad"
+    if grad.shape != weight.shape or grad.device != weight.device:
+        return f"to have shape {tuple(weight.shape)} and to be on {weight.device}"
+    return None
+
+
 def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
     """Lets backward add the gradients of weights of fused layers to their existing .grad, within the matrix product.
 
@@ -53,7 +68,7 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
     backward(inputs=...), create_graph=True, hooks on the weight, torch.compile, and operations other than fused_ops'.
 
     Args:
-        module: whose 2-dimensional parameters are marked; a copy of the module is not.
+        module: whose 2-dimensional parameters are marked; a deep copy of the module is not.
         enabled: False unmarks them.
 
     Returns:
@@ -61,7 +76,7 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
 
     Raises:
         ValueError: the module holds DistributedDataParallel or a fully sharded module, or a weight has hooks; these
-            have to see each gradient.
+            have to see each gradient; or a main_grad cannot take its weight's gradient.
 
     Example:
         >>> layer = LinearAct(4, 2)
@@ -79,6 +94,9 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
             raise ValueError(
                 f"accumulate_grad: expected weights without hooks, got one on {name}. Remove it: it would not run."
             )
+        for name, weight in weights:
+            if (fault := _unusable(weight)) is not None:
+                raise ValueError(f"accumulate_grad: expected main_grad of {name} {fault}. Make another one.")
         _Use.began = True
     for _, weight in weights:
         setattr(weight, _MARK, enabled)
