@@ -341,6 +341,25 @@ def numpy_random() -> float:
     return pytest.importorskip("numpy").random.random()
 
 
+class InMode(MLP):
+    def __init__(self, mode: Callable[[], Any]) -> None:
+        super().__init__()
+        self.mode = mode
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        with self.mode():
+            return self.fc2(self.act(hidden))
+
+
+class NoGrad(MLP):
+    forward = torch.no_grad()(MLP.forward)
+
+
+def in_mode(mode: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
+    return lambda: InMode(lambda: mode(*args, **kwargs))
+
+
 class OwnPickling(MLP):
     def __reduce__(self) -> Any:
         return OwnPickling, ()
@@ -450,6 +469,13 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "draws from torch": (lambda: Draws(lambda: torch.rand(()).item()), "fc1", "draws random numbers"),
     "draws from Python": (lambda: Draws(random.random), "fc1", "draws random numbers"),
     "draws from NumPy": (lambda: Draws(numpy_random), "fc1", "draws random numbers"),
+    "without autocast": (in_mode(torch.autocast, "cpu", enabled=False), "fc1", "changes autocast"),
+    "with autocast": (in_mode(torch.autocast, "cpu", torch.bfloat16), "fc1", "changes autocast"),
+    "another autocast dtype": (in_mode(torch.autocast, "cpu", torch.float16), "fc1", "changes autocast"),
+    "autocast of CUDA": (in_mode(torch.autocast, "cuda", enabled=False), "fc1", "changes autocast"),
+    "without gradients": (in_mode(torch.no_grad), "fc1", "changes autocast, gradients"),
+    "forward without gradients": (NoGrad, "fc1", "changes autocast, gradients"),
+    "inference mode": (in_mode(torch.inference_mode), "fc1", "changes autocast, gradients or inference mode"),
     "attention's projection": (lambda: nn.MultiheadAttention(4, 2), "out_proj", "a subclass of Linear"),
 }
 

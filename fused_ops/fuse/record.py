@@ -7,9 +7,11 @@ looking at its shape included, ends the run: nothing is concluded from what was 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -104,9 +106,33 @@ _METHODS = {
 _GET_DTYPE = Tensor.dtype.__get__  # type: ignore[attr-defined]
 
 
+_AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+def _modes() -> tuple[Any, ...]:
+    """What decides, besides its arguments, how an operation runs."""
+    autocast = ((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in _AUTOCAST_DEVICES)
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
+
+
+@contextlib.contextmanager
+def _in_modes(gradients: bool, autocast: bool) -> Iterator[None]:
+    """With and without gradients and autocast, on devices that need not be there, which torch.autocast would say."""
+    before = [(device, torch.is_autocast_enabled(device)) for device in _AUTOCAST_DEVICES]
+    try:
+        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+            for device in _AUTOCAST_DEVICES:
+                torch.set_autocast_enabled(device, autocast)
+            yield
+    finally:
+        for device, enabled in before:
+            torch.set_autocast_enabled(device, enabled)
+        torch.clear_autocast_cache()
+
+
 class _Recorder:
     def __init__(self, dtype: torch.dtype, linear_dtype: torch.dtype) -> None:
-        self.dtype, self.linear_dtype = dtype, linear_dtype
+        self.dtype, self.linear_dtype, self.modes = dtype, linear_dtype, _modes()
         self.nodes: list[_Node] = []
         self.reason: str | None = None
         self.looks_at_dtypes = False
@@ -116,6 +142,8 @@ class _Recorder:
         raise Unproven(self.reason)
 
     def symbol(self, node: _Node, dtype: torch.dtype) -> _Symbol:
+        if _modes() != self.modes:
+            self.stop("its forward changes autocast, gradients or inference mode")
         if node.kind != "input":
             self.nodes.append(node)
         symbol = torch.empty((1, 1), dtype=dtype, device="meta").as_subclass(_Symbol)
@@ -291,8 +319,8 @@ def read(block: nn.Module, dtype: torch.dtype) -> Reading | None:
 
     readings, looks_at_dtypes, states = set(), False, RandomStates()
     for training, gradients, autocast in itertools.product((True, False), repeat=3):
-        recorder = _Recorder(dtype, torch.bfloat16 if autocast else dtype)
-        with torch.set_grad_enabled(gradients):
+        with _in_modes(gradients, autocast):
+            recorder = _Recorder(dtype, torch.bfloat16 if autocast else dtype)
             try:
                 result = _run(block, method, training, recorder)
             except Exception as error:
