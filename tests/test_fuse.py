@@ -574,6 +574,62 @@ def test_changed_later(name: str) -> None:
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-9, atol=1e-11)
 
 
+class Handles(MLP):
+    """What its own layers do with anything that is no tensor of their width, it does not leave to them."""
+
+    def forward(self, x: Any) -> Any:
+        try:
+            return self.fc2(self.act(self.fc1(x)))
+        except (TypeError, RuntimeError, AttributeError) as error:
+            return type(error)
+
+
+class Unwraps(nn.Linear):
+    def forward(self, input: Any) -> Tensor:
+        return super().forward(torch.cat(input) if isinstance(input, list) else input)
+
+
+class Prepares(MLP):
+    """Its first child takes what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Unwraps(FEATURES, FEATURES)
+
+    def forward(self, x: Any) -> Tensor:
+        return self.fc2(self.act(self.fc1(self.first(x))))
+
+
+INPUTS: dict[str, Any] = {
+    "tuple": (data(),),
+    "list": [data()],
+    "dict": {"x": data()},
+    "none": None,
+    "number": 3.5,
+    "wrong width": data(5, FEATURES + 1),
+    "no dimension": data()[0, 0],
+    "wrong dtype, wrong width": data(5, 2, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_that_its_own_forward_handles(name: str) -> None:
+    model = build(Handles)
+    reference = copy.deepcopy(model)
+    assert fuse(model).replaced
+    expected = reference(INPUTS[name])
+    assert issubclass(expected, Exception)
+    assert model(INPUTS[name]) is expected
+    assert_same(model, reference)
+
+
+def test_input_that_its_first_child_handles() -> None:
+    model = build(Prepares)
+    reference = copy.deepcopy(model)
+    assert fuse(model).replaced
+    assert torch.equal(model([data(), data()]), reference([data(), data()]))
+
+
 HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 
 

@@ -167,6 +167,18 @@ def run(plan: Plan, modules: Mapping[str, Any], input: Any) -> Any:
     return input
 
 
+def _fits(plan: Plan, block: nn.Module, input: Any) -> bool:
+    """Whether the input is what the plan is for: a tensor, as wide as the linear layer that it starts with."""
+    if not isinstance(input, Tensor):
+        return False
+    first = plan.steps[0]
+    if not isinstance(first, FeedForward):
+        return True
+    linear: Any = block._modules[first.linear]
+    dimension = 1 if type(linear) is nn.Linear else 0
+    return input.dim() > 0 and input.size(-1) == linear._parameters["weight"].size(dimension)
+
+
 class FusedBlock:
     """Mixed into the class of every block that fuse() has swapped."""
 
@@ -194,7 +206,7 @@ def fused_class(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
 
     @functools.wraps(stock)
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if len(args) != 1 or kwargs or not holds(plan, self):
+        if len(args) != 1 or kwargs or not holds(plan, self) or not _fits(plan, self, args[0]):
             return stock(self, *args, **kwargs)
         return run(plan, self._modules, args[0])
 
