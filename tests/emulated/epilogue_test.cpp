@@ -109,10 +109,10 @@ T value_of(int activation, T x) {
 }
 
 template <class T>
-T derivative_of(int activation, T saved) {
+T chained(int activation, T grad, T saved) {
   T result{};
   visit_activation(activation, [&]<class Activation>() {
-    result = typename Activation::template Function<T>(kParameters).derivative(saved);
+    result = chain<Activation>(grad, typename Activation::template Function<T>(kParameters).derivative(saved));
   });
   return result;
 }
@@ -270,7 +270,7 @@ void check_differentiate(const Case& c, DType dtype) {
         g *= u;
         y *= u;
       }
-      terms[dense] = g * derivative_of(c.activation, x);
+      terms[dense] = chained(c.activation, g, x);
       expected_pre[strided] = narrow<Storage>(terms[dense]);
       expected_hidden[dense] = narrow<Storage>(y);
     }
@@ -440,7 +440,7 @@ void check_huge() {
       for (int64_t i = 0; i < elements; ++i) {
         const T x = T(widen(input.data[i])), grad = T(widen(grad_out.data[i]));
         if (!same(out.data[i], narrow<Storage>(value_of(forward.activation, x)))) return fail(what, "out differs");
-        if (!same(grad_pre.data[i], narrow<Storage>(grad * derivative_of(forward.activation, x))))
+        if (!same(grad_pre.data[i], narrow<Storage>(chained(forward.activation, grad, x))))
           return fail(what, "grad_pre differs");
       }
     });
