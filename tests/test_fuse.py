@@ -495,6 +495,62 @@ def test_left_alone(name: str) -> None:
     assert [type(module) for module in model.modules()] == kinds
 
 
+class NeedsKey(MLP):
+    def __init_subclass__(cls, *, key: str) -> None:
+        super().__init_subclass__()
+
+
+class HidesItsLayers(MLP):
+    def get_submodule(self, target: str) -> nn.Module:
+        raise LookupError(target)
+
+
+def in_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return MLP()
+
+
+# What goes wrong in one block, by the block, and the reason that the report must have.
+BROKEN: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "class that has no subclasses": (NeedsKey, "cannot be fused: TypeError: NeedsKey.__init_subclass__() missing"),
+    "own get_submodule": (HidesItsLayers, "cannot be looked at: LookupError: fc1"),
+    "made in inference mode": (in_inference_mode, "cannot be fused: RuntimeError: Setting requires_grad=True on"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_block_leaves_the_others(name: str) -> None:
+    make, reason = BROKEN[name]
+    model = nn.Sequential(MLP(), make(), MLP())
+    kinds = [type(module) for module in model.modules()]
+    report = fuse(model)
+    assert [one.name for one in report.replaced] == ["0", "2"]
+    assert reason in {one.name: one.reason for one in report.left}["1.fc1"], report
+    report.undo()
+    assert [type(module) for module in model.modules()] == kinds
+
+
+def test_called_in_inference_mode() -> None:
+    model = build(MLP)
+    reference = copy.deepcopy(model)
+    with torch.inference_mode():
+        assert fuse(model).replaced
+        assert torch.is_inference_mode_enabled()
+    assert_same(model, reference)
+
+
+class Interrupts(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+def test_interrupted() -> None:
+    model = nn.Sequential(MLP(), Interrupts(), MLP())
+    with pytest.raises(KeyboardInterrupt):
+        fuse(model)
+    assert [type(module) for module in model] == [MLP, Interrupts, MLP]
+
+
 def test_lazy() -> None:
     model = nn.Sequential(nn.LazyLinear(9), nn.ReLU(), nn.Linear(9, 4), nn.ReLU())
     report = fuse(model)
@@ -628,6 +684,15 @@ def test_input_that_its_first_child_handles() -> None:
     reference = copy.deepcopy(model)
     assert fuse(model).replaced
     assert torch.equal(model([data(), data()]), reference([data(), data()]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_input() -> None:
+    model = build(lambda: sequential(nn.GELU()))
+    x = torch.nested.nested_tensor([data(2, FEATURES), data(3, FEATURES)])
+    expected = model(x).unbind()
+    assert fuse(model).replaced
+    assert all(map(torch.equal, model(x).unbind(), expected))
 
 
 HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]

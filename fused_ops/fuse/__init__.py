@@ -7,6 +7,7 @@ import fnmatch
 import warnings
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import nn
 
 from fused_ops import _build
@@ -99,30 +100,43 @@ def _fuse_block(block: nn.Module, selection: _Selection, verified: bool, report:
     if not linears:
         return
     name, why = selection.names[block][0], "has no activation behind it"
-    plan, refused, states = None, {}, RandomStates()
+    kind, plan, refused, states = type(block), None, {}, RandomStates()
     try:
         plan, refused, units = _plan(block, lambda child: selection.refusal(block, child), verified)
         if plan is not None:
             rows = [_row(block, name, unit, saved, verified) for unit, saved in units]
-            report.swaps.append(_swap(block, plan))
+            _swap(block, plan, report)
             report.replaced.extend(rows)
-    except Unproven as unproven:
-        plan, why = None, str(unproven)
+    except Exception as error:  # whatever a model does, the other blocks do not depend on it
+        plan, why = None, str(error) if isinstance(error, Unproven) else f"cannot be fused: {_said(error)}"
+        if type(block) is not kind:
+            object.__setattr__(block, "__class__", kind)
     finally:
         states.restore()
     for child in linears:
         if plan is None or child not in plan.linears:
-            reason = refused.get(child) or obstacle(block.get_submodule(child)) or why
-            report.left.append(Left(_join(name, child), reason))
+            report.left.append(Left(_join(name, child), refused.get(child) or _obstacle(block, child) or why))
 
 
-def _swap(block: nn.Module, plan: Plan) -> Swap:
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _obstacle(block: nn.Module, child: str) -> str | None:
+    try:
+        return obstacle(block.get_submodule(child))
+    except Exception as error:
+        return f"cannot be looked at: {_said(error)}"
+
+
+def _swap(block: nn.Module, plan: Plan, report: FuseReport) -> None:
     swap = Swap(block, type(block), fused_class(type(block), plan))
+    report.swaps.append(swap)  # first, so that an interrupt behind it can be undone
     try:
         block.__class__ = swap.fused
-    except TypeError as error:
+    except Exception as error:
+        report.swaps.pop()
         raise Unproven(f"is in a block whose class cannot be exchanged: {error}") from None
-    return swap
 
 
 def _row(block: nn.Module, name: str, steps: tuple[FeedForward, ...], saved: float | None, verified: bool) -> Replaced:
@@ -182,10 +196,14 @@ def fuse(
         raise TypeError(f"fuse: expected model to be a torch.nn.Module, got {type(model).__name__}. Pass the module.")
     _build.load_native()  # or say what is missing
     report = FuseReport()
-    with LOCK:
+    with LOCK, torch.inference_mode(False):
         selection = _Selection(model, include, exclude)
-        for block in selection.names:
-            _fuse_block(block, selection, verify, report)
+        try:
+            for block in selection.names:
+                _fuse_block(block, selection, verify, report)
+        except BaseException:  # an interrupt
+            report.undo()
+            raise
     if not report.replaced and not any("fused already" in one.reason for one in report.left):
         warnings.warn(
             "fuse: expected at least one linear layer with an activation behind it that can be fused, got none. "

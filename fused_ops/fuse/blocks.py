@@ -169,7 +169,7 @@ def run(plan: Plan, modules: Mapping[str, Any], input: Any) -> Any:
 
 def _fits(plan: Plan, block: nn.Module, input: Any) -> bool:
     """Whether the input is what the plan is for: a tensor, as wide as the linear layer that it starts with."""
-    if not isinstance(input, Tensor):
+    if not isinstance(input, Tensor) or input.is_nested:
         return False
     first = plan.steps[0]
     if not isinstance(first, FeedForward):

@@ -120,7 +120,7 @@ def _in_modes(gradients: bool, autocast: bool) -> Iterator[None]:
     """With and without gradients and autocast, on devices that need not be there, which torch.autocast would say."""
     before = [(device, torch.is_autocast_enabled(device)) for device in _AUTOCAST_DEVICES]
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients):
+        with torch.set_grad_enabled(gradients):
             for device in _AUTOCAST_DEVICES:
                 torch.set_autocast_enabled(device, autocast)
             yield
