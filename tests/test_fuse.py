@@ -9,6 +9,7 @@ import pickle
 import random
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -360,6 +361,26 @@ def in_mode(mode: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[],
     return lambda: InMode(lambda: mode(*args, **kwargs))
 
 
+class Counts(MLP):
+    def __init__(self, state: Any, count: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.state, self.count = state, count
+        self.register_buffer("steps", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count(self)
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Stats:
+    def __init__(self) -> None:
+        self.calls, self.history = 0, []
+
+    def increase(self) -> None:
+        self.calls += 1
+        self.history.append(self.calls)
+
+
 class OwnPickling(MLP):
     def __reduce__(self) -> Any:
         return OwnPickling, ()
@@ -549,6 +570,45 @@ def test_interrupted() -> None:
     with pytest.raises(KeyboardInterrupt):
         fuse(model)
     assert [type(module) for module in model] == [MLP, Interrupts, MLP]
+
+
+# A state of the block, how its forward changes it, how it is read, and the reason that the report must have.
+OWN_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any], str]] = {
+    "dict": (lambda: {"calls": 5}, lambda m: m.state.update(calls=m.state["calls"] + 1), lambda m: dict(m.state), ""),
+    "list": (lambda: [5], lambda m: m.state.append(6), lambda m: list(m.state), ""),
+    "full queue": (lambda: deque([5], 1), lambda m: m.state.append(6), lambda m: list(m.state), ""),
+    "set": (lambda: {5}, lambda m: m.state.add(6), lambda m: set(m.state), ""),
+    "nested": (lambda: {"a": [{"b": [5]}]}, lambda m: m.state["a"][0]["b"].pop(), lambda m: repr(m.state), ""),
+    "object": (Stats, lambda m: m.state.increase(), lambda m: (m.state.calls, [*m.state.history]), ""),
+    "buffer": (lambda: None, lambda m: m.steps.add_(1), lambda m: m.steps.item(), "its forward uses add_"),
+    "weight": (
+        lambda: None,
+        lambda m: m.fc1.weight.data.clamp_(-0.01, 0.01),
+        lambda m: m.fc1.weight.tolist(),
+        "its forward uses clamp_",
+    ),
+    "item of a buffer": (
+        lambda: None,
+        lambda m: m.steps.__setitem__((), 7),
+        lambda m: m.steps.item(),
+        "its forward uses __setitem__",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_STATE)
+@pytest.mark.filterwarnings("ignore:fuse")
+def test_a_forward_that_changes_its_own_state(name: str) -> None:
+    state, count, look, reason = OWN_STATE[name]
+    model: Any = build(lambda: Counts(state(), count))
+    before, kept = look(model), model.state
+    report = fuse(model)
+    assert not report.replaced
+    assert (reason or "its forward changes its own state") in report.left[0].reason
+    assert look(model) == before
+    assert model.state is kept
+    model(data())
+    assert look(model) != before
 
 
 def test_lazy() -> None:

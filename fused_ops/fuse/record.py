@@ -18,8 +18,10 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fused_ops.fuse.blocks import is_linear
+from fused_ops.fuse.own_state import OwnState
 from fused_ops.fuse.randomness import RandomStates
 from fused_ops.nn.activation import Activation
 
@@ -182,6 +184,24 @@ class _Recorder:
         self.stop(f"its forward uses {_name_of(function)}")
 
 
+class _NothingInPlace(TorchFunctionMode):
+    """Ends the run before an operation changes a tensor, such as a buffer of the block."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+        if in_place or (kwargs or {}).get("out") is not None:
+            self.recorder.stop(f"its forward uses {_name_of(func)}")
+        return func(*args, **(kwargs or {}))
+
+
+_IN_PLACE = {"__set__", "__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "div", "truediv", "pow"))}
+
+
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     return (*args[1:], kwargs) if kwargs else args[1:]
 
@@ -228,7 +248,8 @@ def _run(block: nn.Module, method: str, training: bool, recorder: _Recorder) -> 
         children[name] = child
     copy = _copy(block, type(block), _modules=children, training=training)
     before = dict(copy.__dict__)
-    result = getattr(copy, method)(recorder.symbol(_Node("input"), recorder.dtype))
+    with _NothingInPlace(recorder):
+        result = getattr(copy, method)(recorder.symbol(_Node("input"), recorder.dtype))
     if before.keys() != copy.__dict__.keys() or any(copy.__dict__[name] is not before[name] for name in before):
         recorder.stop("its forward stores values")
     return result
@@ -317,6 +338,20 @@ def read(block: nn.Module, dtype: torch.dtype) -> Reading | None:
     if required[1:]:
         raise Unproven("its forward takes more than one argument")
 
+    state = OwnState(block)
+    reading, reason = None, ""
+    try:
+        reading = _read(block, method, dtype)
+    except Unproven as unproven:
+        reason = str(unproven)
+    finally:
+        changed = state.put_back()
+    if changed or reason:
+        raise Unproven("its forward changes its own state" if changed else reason)
+    return reading
+
+
+def _read(block: nn.Module, method: str, dtype: torch.dtype) -> Reading:
     readings, looks_at_dtypes, states = set(), False, RandomStates()
     for training, gradients, autocast in itertools.product((True, False), repeat=3):
         with _in_modes(gradients, autocast):
