@@ -175,8 +175,9 @@ def _fits(plan: Plan, block: nn.Module, input: Any) -> bool:
     if not isinstance(first, FeedForward):
         return True
     linear: Any = block._modules[first.linear]
+    weight = linear._parameters.get("weight")  # none once it is pruned or parametrized
     dimension = 1 if type(linear) is nn.Linear else 0
-    return input.dim() > 0 and input.size(-1) == linear._parameters["weight"].size(dimension)
+    return weight is not None and input.dim() > 0 and input.size(-1) == weight.size(dimension)
 
 
 class FusedBlock:
