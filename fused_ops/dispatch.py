@@ -87,6 +87,11 @@ class Choice:
             if not isinstance(size, int) or not 0 < size < 2**62:
                 raise ValueError(f"Choice: expected sizes to be positive integers, got {size!r}.")
 
+    @property
+    def _place(self) -> tuple[Any, ...]:
+        """What the choice is for: of two for the same place the later one holds."""
+        return self.operation, self.training, self.dtype, self.m, self.k, self.n
+
 
 # Measured on 2 cores: where oneDNN's product took less than 1/1.05 of the time of torch's own.
 _ONEDNN = {
@@ -348,13 +353,11 @@ def tune(
         path = tuning_file()
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {"format": FORMAT, "processor": _processor(), "threads": torch.get_num_threads()}
-        lines = {
-            (line.operation, line.training, line.dtype, line.m, line.k, line.n): line for line in (*_saved(), *found)
-        }
+        lines = {line._place: line for line in (*_saved(), *found)}
         record |= {"torch": torch.__version__, "choices": [asdict(line) for line in lines.values()]}
         path.write_text(json.dumps(record, indent=1) + "\n")
-    new = {(line.operation, line.training, line.dtype, line.m, line.k, line.n) for line in found}
-    kept = [line for line in before if (line.operation, line.training, line.dtype, line.m, line.k, line.n) not in new]
+    new = {line._place for line in found}
+    kept = [line for line in before if line._place not in new]
     set_choices([*kept, *found])
     return found
 
