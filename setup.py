@@ -36,8 +36,7 @@ NVCC_FLAGS += [
 ]
 # Sources of csrc/torch that are compiled as one, since reading torch's headers takes longer than all else.
 UNITS = {
-    "python": ["feed_forward_python", "step_plan"],
-    "operators": ["feed_forward_ops", "registry"],
+    "bindings": ["feed_forward_ops", "feed_forward_python", "registry", "step_plan"],
     "kernels": ["activations", "buffer_pool", "choices", "feed_forward", "gemm", "optimizer_step"],
 }
 
@@ -134,7 +133,8 @@ def native_library() -> dict[str, Any]:
     if "clang" not in compiler:
         cxx_flags += ["-ftree-vectorize", "-fvect-cost-model=dynamic"]  # of -O3 all that the loops gain from
         cxx_flags += ["--param=ggc-min-expand=30"]  # torch's headers in 15% less memory, for 10% more time
-    include_dirs, libraries, macros, architectures = [str(Path("csrc").resolve())], [], [], ()
+    include_dirs, libraries, architectures = [str(Path("csrc").resolve())], [], ()
+    macros: list[tuple[str, str | None]] = [("AT_PER_OPERATOR_HEADERS", None)]  # of torch's operators only those in use
     if os.environ.get("FUSED_OPS_WERROR") == "1":
         cxx_flags += ["-Werror"]
         nvcc_flags += ["--Werror=all-warnings", "-Xcompiler=-Werror"]
