@@ -3,8 +3,9 @@
 
 A table of choices, each measured on some machine, says for which sizes an alternative is faster than the default. The
 defaults are torch's own matrix product (MKL or OpenBLAS for float32) and the fused block; the alternatives are oneDNN's
-product and torch's own operators. A choice holds for all sizes between the same powers of two: 512 to 1023 are one.
-Results differ between choices by rounding only.
+product and torch's own operators. Products of small float16 or bfloat16 matrices, at most some thousand
+multiplications, are a loop of this package by default. A choice holds for all sizes between the same powers of
+two: 512 to 1023 are one. Results differ between choices by rounding only.
 
 The table is made of, later ones overriding earlier ones:
 
@@ -44,6 +45,7 @@ FORMAT = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 ONEDNN_DTYPES = ("float32", "bfloat16")
 PRODUCTS = ("forward", "grad_input", "grad_weight")
+PROVIDERS = ("aten", "onednn", "loop")
 SHAPES = ((16, 10, 10), (128, 784, 512), (512, 768, 3072), (2048, 1024, 4096), (64, 4096, 11008), (16384, 256, 1024))
 SHAPES += ((65536, 64, 64), (8, 768, 3072))
 MARGIN = 1.05  # an alternative has to be this much faster: two equal routines measure a few percent apart
@@ -59,7 +61,8 @@ class Choice:
             apart. Blocks with a gate or a down projection are always fused: they save memory too.
         dtype: e.g. "float32".
         m, k, n: sizes; each stands for all of the same power of two.
-        faster: "aten" or "onednn" for a product, "fused" or "stock" for an activation.
+        faster: "aten", "onednn" or "loop" for a product, "fused" or "stock" for an activation. Sizes that the loop does
+            not take go to aten.
         training: of an activation: whether gradients are wanted. Default: True.
     """
 
@@ -72,7 +75,7 @@ class Choice:
     training: bool = True
 
     def __post_init__(self) -> None:
-        wanted = ("aten", "onednn") if self.operation in PRODUCTS else ("fused", "stock")
+        wanted = PROVIDERS if self.operation in PRODUCTS else ("fused", "stock")
         if self.faster not in wanted:
             raise ValueError(
                 f"Choice: expected faster in ({', '.join(wanted)}) for {self.operation}, got {self.faster!r}."
@@ -172,7 +175,7 @@ def choices() -> list[Choice]:
 
 
 def set_choices(table: Iterable[Choice]) -> None:
-    """Replaces the table in use, for this process. An empty one turns dispatch off: every default runs.
+    """Replaces the table in use, for this process. With an empty one every default runs.
 
     Raises:
         RuntimeError: the native library cannot be loaded.
@@ -184,13 +187,15 @@ def set_choices(table: Iterable[Choice]) -> None:
         >>> dispatch.reset()
     """
     table = list(table)
-    lines = []
     for line in table:
-        is_alternative = line.faster in ("onednn", "stock")
-        lines.append(
-            (line.operation, line.training, getattr(torch, line.dtype), line.m, line.k, line.n, is_alternative)
-        )
-    load_native().set_choices(lines)
+        if not isinstance(line, Choice):
+            raise TypeError(f"set_choices: expected Choices, got {line!r}. Make them with dispatch.Choice(...).")
+    load_native().set_choices(
+        [
+            (line.operation, line.training, getattr(torch, line.dtype), line.m, line.k, line.n, line.faster)
+            for line in table
+        ]
+    )
     _current[:] = table
 
 
@@ -213,6 +218,10 @@ def reset() -> None:
     set_choices([] if _setting() == "off" else [*default_choices(), *_saved()])
 
 
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _seconds(routine: Callable[[], Any]) -> float:
     start = time.perf_counter()
     routine()
@@ -231,10 +240,24 @@ def _faster(default: Callable[[], Any], alternative: Callable[[], Any], budget: 
     return statistics.median(ratios) > MARGIN
 
 
-def _product_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterable[tuple[str, Tensor, Tensor]]:
+def _fastest(native: Any, operation: str, sizes: tuple[int, int, int], a: Tensor, b: Tensor, budget: float) -> str:
+    """The provider whose product of two matrices takes least, aten's unless another wins by MARGIN."""
+    best = "aten"
+    for provider in PROVIDERS[1:]:
+        if provider == "onednn" and not (_name(a.dtype) in ONEDNN_DTYPES and native.has_onednn()):
+            continue
+        if provider == "loop" and not native.is_small_product(a.dtype, *sizes):
+            continue
+        if _faster(*(lambda p=p: native.product(p, operation, a, b) for p in (best, provider)), budget):
+            best = provider
+    return best
+
+
+def _product_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterable[tuple[str, Any, Tensor, Tensor]]:
+    """Of a layer: each product's operation, its sizes m, k, n, and its factors."""
     m, k, n = shape
     x, w, g = (torch.randn(size).to(dtype) for size in ((m, k), (n, k), (m, n)))
-    return (("forward", x, w.t()), ("grad_input", g, w), ("grad_weight", g.t(), x))
+    return (("forward", (m, k, n), x, w), ("grad_input", (m, n, k), g, w), ("grad_weight", (n, m, k), g, x))
 
 
 def _block(activation: Activation, shape: tuple[int, int, int], dtype: torch.dtype, training: bool) -> tuple[Any, Any]:
@@ -265,24 +288,14 @@ def _measure_all(
 ) -> None:
     for shape in shapes:
         for dtype in dtypes:
-            name = str(dtype).removeprefix("torch.")
-            for operation, a, b in _product_cases(shape, dtype):
-                wins = (
-                    name in ONEDNN_DTYPES
-                    and native.has_onednn()
-                    and _faster(
-                        lambda a=a, b=b: native.product(False, a, b, None),
-                        lambda a=a, b=b: native.product(True, a, b, None),
-                        seconds,
-                    )
-                )
-                m, k, n = a.shape[0], a.shape[1], b.shape[1]
-                note(Choice(operation, name, m, k, n, "onednn" if wins else "aten"))
+            name = _name(dtype)
+            for operation, sizes, a, b in _product_cases(shape, dtype):
+                note(Choice(operation, name, *sizes, _fastest(native, operation, sizes, a, b, seconds)))
     products = list(found)
     set_choices(products)  # blocks are measured with the products that they will have
     for shape in shapes:
         for dtype in dtypes:
-            name = str(dtype).removeprefix("torch.")
+            name = _name(dtype)
             for activation in activations:
                 for training in (False, True):
                     stock, fused = _block(functional.find_activation(activation, {}), shape, dtype, training)
@@ -324,10 +337,10 @@ def tune(
         if len(shape) != 3 or not all(isinstance(size, int) and size > 0 for size in shape):
             raise ValueError(f"tune: expected shapes of three positive integers (rows, in, out), got {shape!r}.")
     for dtype in dtypes:
-        if str(dtype).removeprefix("torch.") not in DTYPES:
+        if _name(dtype) not in DTYPES:
             raise ValueError(f"tune: expected dtypes in ({', '.join(DTYPES)}), got {dtype!r}.")
     before = choices()
-    set_choices([])  # measured against the defaults
+    set_choices([])
     found: list[Choice] = []
     total = len(shapes) * len(dtypes) * (len(PRODUCTS) + 2 * len(activations))
     bar = progress and sys.stderr.isatty()

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from fused_ops._build import load_native
 from fused_ops.nn import grad_buffers
@@ -86,13 +87,22 @@ def feed_forward(
     activation: Activation,
 ) -> Tensor:
     """The block of this module's description, which all its functions are cases of."""
-    tensors = (input, weight, bias, up_weight, up_bias, down_weight, down_bias)
-    if torch.compiler.is_compiling():
-        return torch.ops.fused_ops.feed_forward(*tensors, activation.name, activation.parameters)
+    name, parameters = activation.name, activation.parameters
+    if is_compiling():
+        return torch.ops.fused_ops.feed_forward(
+            input, weight, bias, up_weight, up_bias, down_weight, down_bias, name, parameters
+        )
     native = _native or load_native()
-    main_grads = grad_buffers.of((weight, up_weight, down_weight))
-    output = native.feed_forward(*tensors, activation.name, activation.parameters, *main_grads)
-    return _composed(tensors, activation) if output is NotImplemented else output
+    main_grads = grad_buffers.of((weight, up_weight, down_weight)) if grad_buffers.Marks.any else None
+    if main_grads is None:
+        output = native.feed_forward(input, weight, bias, up_weight, up_bias, down_weight, down_bias, name, parameters)
+    else:
+        output = native.feed_forward(
+            input, weight, bias, up_weight, up_bias, down_weight, down_bias, name, parameters, main_grads
+        )
+    if output is NotImplemented:
+        return _composed((input, weight, bias, up_weight, up_bias, down_weight, down_bias), activation)
+    return output
 
 
 def linear_act(

@@ -91,21 +91,11 @@ at::Tensor rows_of(const at::Tensor& tensor) {
                          last});
 }
 
-// rows W^T + b, where there is nothing else to do in the same pass: aten's product adds a bias for less than a pass
-// costs.
-at::Tensor linear(const at::Tensor& rows, const at::Tensor& weight, const at::Tensor& bias) {
-  if (!bias.defined()) return product(Role::kForward, rows, transposed(weight));
-  const Provider provider = rows.is_cpu() && has_onednn() ? choose_provider(Role::kForward, rows.scalar_type(),
-                                                                            rows.size(0), rows.size(1), weight.size(0))
-                                                          : Provider::kAten;
-  return product_by(provider, rows, transposed(weight), bias);
-}
-
 // rows^T [out, M] times input [M, in], in the memory order of the weight that it is the gradient of.
 at::Tensor weight_gradient(const at::Tensor& rows, const at::Tensor& input, const at::Tensor& weight) {
   if (weight.defined() && weight.stride(0) == 1 && weight.stride(1) > 1)
-    return product(Role::kGradWeight, transposed(input), rows).t();
-  return product(Role::kGradWeight, transposed(rows), input);
+    return product(Role::kGradWeight, input, rows).t();
+  return product(Role::kGradWeight, rows, input);
 }
 
 void accumulate(const at::Tensor& into, const at::Tensor& rows, const at::Tensor& input) {
@@ -193,10 +183,10 @@ Forward forward(const ActivationCall& activation, const Operands& operands, bool
   Forward result;
   at::Tensor hidden;
   if (!gated && activation.index == identity().index) {
-    hidden = linear(rows, operands[kWeight], bias);
+    hidden = product(Role::kForward, rows, operands[kWeight], bias);
     if (training && down) result.saved = hidden;
   } else {
-    auto [pre, has_bias] = product_with_bias(rows, transposed(operands[kWeight]), bias);
+    auto [pre, has_bias] = product_with_bias(rows, operands[kWeight], bias);
     const bool from_output = activation.saved == Saved::kOutput;
     hidden = training && !from_output ? empty_buffer_like(pre) : pre;
     Activate pass = activate_pass(activation, pre, has_bias ? at::Tensor() : bias, hidden);
@@ -209,8 +199,7 @@ Forward forward(const ActivationCall& activation, const Operands& operands, bool
         pass = activate_pass(identity(), pre, {}, hidden);
         pass.store_pre = true;
       }
-      auto up_product = product_with_bias(rows, transposed(operands[kUpWeight]),
-                                          contiguous_or_undefined(operands[kUpBias]));
+      auto up_product = product_with_bias(rows, operands[kUpWeight], contiguous_or_undefined(operands[kUpBias]));
       up = up_product.result;
       if (!up_product.has_bias) up_bias = contiguous_or_undefined(operands[kUpBias]);
       pass.up = up.mutable_data_ptr();
@@ -225,9 +214,10 @@ Forward forward(const ActivationCall& activation, const Operands& operands, bool
       result.up = up;
     }
   }
-  const at::Tensor output = down ? linear(hidden, operands[kDownWeight], contiguous_or_undefined(operands[kDownBias]))
+  const at::Tensor output = down ? product(Role::kForward, hidden, operands[kDownWeight],
+                                           contiguous_or_undefined(operands[kDownBias]))
                                  : hidden;
-  result.output = output.view(sizes);
+  result.output = input.dim() == 2 ? output : output.view(sizes);
   return result;
 }
 
@@ -316,7 +306,7 @@ Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, 
     if (grad_up.defined()) grad_input.addmm_(grad_up, operands[kUpWeight]);
     at::DimVector sizes(grad_out.sizes().begin(), grad_out.sizes().end());
     sizes.back() = grad_input.size(1);
-    grads[kInput] = grad_input.view(sizes);
+    grads[kInput] = grad_out.dim() == 2 ? grad_input : grad_input.view(sizes);
   }
   return grads;
 }

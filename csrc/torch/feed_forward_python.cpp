@@ -91,21 +91,25 @@ PyMethodDef method = {"feed_forward", reinterpret_cast<PyCFunction>(reinterpret_
 void bind_feed_forward(py::module_& module) {
   module.add_object("feed_forward", py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
   module.def("activation_schemas", &activation_schemas);
-  // Choices are (operation, training, dtype, m, k, n, alternative).
+  // Choices are (operation, training, dtype, m, k, n, faster).
   module.def("set_choices", [](const py::list& list) {
     std::vector<Choice> choices;
     for (const py::handle item : list) {
       const py::tuple line = py::cast<py::tuple>(item);
       choices.push_back({line[0].cast<std::string>(), line[1].cast<bool>(),
                          reinterpret_cast<THPDtype*>(line[2].ptr())->scalar_type, line[3].cast<int64_t>(),
-                         line[4].cast<int64_t>(), line[5].cast<int64_t>(), line[6].cast<bool>()});
+                         line[4].cast<int64_t>(), line[5].cast<int64_t>(), line[6].cast<std::string>()});
     }
     set_choices(choices);
   });
   module.def("has_onednn", &has_onednn);
+  module.def("is_small_product", [](const py::object& dtype, int64_t m, int64_t k, int64_t n) {
+    return is_small_product(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type, m, k, n);
+  });
   module.def("product",
-             [](bool onednn, const at::Tensor& a, const at::Tensor& b, const std::optional<at::Tensor>& bias) {
-               return product_by(onednn ? Provider::kOneDNN : Provider::kAten, a, b, bias ? *bias : at::Tensor());
+             [](const std::string& provider, const std::string& role, const at::Tensor& a, const at::Tensor& b) {
+               return product_by(Provider(index_of(provider, kProviderNames).value()),
+                                 Role(index_of(role, kRoleNames).value()), a, b);
              });
   module.def("pool_statistics", [] {
     const PoolStatistics statistics = pool_statistics();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Matrix products by whichever provider is fastest for the shape: aten's (MKL, cuBLAS), or oneDNN's.
+// Matrix products by whichever provider is fastest for the shape: aten's (MKL, cuBLAS), oneDNN's, or our own loop.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,10 +12,12 @@ namespace fused_ops {
 // product.
 at::Tensor transposed(const at::Tensor& matrix);
 
-// a [M, K] times b [K, N].
-at::Tensor product(Role role, const at::Tensor& a, const at::Tensor& b);
+// By role: forward is a b^T [+ bias], grad_input a b, grad_weight a^T b. Matrices have any strides, bias is dense.
+at::Tensor product(Role role, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias = {});
+at::Tensor product_by(Provider provider, Role role, const at::Tensor& a, const at::Tensor& b,
+                      const at::Tensor& bias = {});
 
-// a [M, K] times b [K, N], and whether bias [N] has been added too. It has where the provider does so for nothing, and
+// a b^T, and whether bias has been added too. It has where the provider does so for nothing, and
 // in 16 bits, where the sum is to be rounded only once.
 struct Product {
   at::Tensor result;
@@ -24,6 +26,5 @@ struct Product {
 Product product_with_bias(const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias);
 
 bool has_onednn();
-at::Tensor product_by(Provider provider, const at::Tensor& a, const at::Tensor& b, const at::Tensor& bias);
 
 }  // namespace fused_ops

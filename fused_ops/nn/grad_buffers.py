@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 
-class _Use:
-    began = False  # whether any weight was ever marked: until then no call looks for marks
+class Marks:
+    any = False  # whether any weight was ever marked: until then no call looks for marks
 
 
 _MARK = "fused_ops_accumulate_grad"
 
 
-def of(weights: Sequence[Tensor | None]) -> tuple[tuple[Tensor | None, ...], ...]:
-    """The main_grad of each of these weights, as one more argument, if their gradients are to be added in place."""
-    if not _Use.began or not any(weight is not None and getattr(weight, _MARK, False) for weight in weights):
-        return ()
-    return (tuple(getattr(weight, "main_grad", None) for weight in weights),)
+def of(weights: Sequence[Tensor | None]) -> tuple[Tensor | None, ...] | None:
+    """The main_grad of each of these weights, or None if their gradients are not to be added in place."""
+    if not any(weight is not None and getattr(weight, _MARK, False) for weight in weights):
+        return None
+    return tuple(getattr(weight, "main_grad", None) for weight in weights)
 
 
 def _wrapper(module: nn.Module) -> str | None:
@@ -97,7 +97,7 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
         for name, weight in weights:
             if (fault := _unusable(weight)) is not None:
                 raise ValueError(f"accumulate_grad: expected main_grad of {name} {fault}. Make another one.")
-        _Use.began = True
+        Marks.any = True
     for _, weight in weights:
         setattr(weight, _MARK, enabled)
     return len(weights)

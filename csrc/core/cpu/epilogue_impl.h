@@ -253,13 +253,25 @@ void differentiate_unit(const Differentiate& pass, const cpu::Tiling& tiling, co
   up_sums.fold(tiling);
 }
 
+int threads_for(int64_t elements, int threads) { return elements >= cpu::kChunkElements ? threads : 1; }
+
+// Calls work(unit) for every unit. A parallel region, even of one thread, takes as long as a small layer.
+template <class Work>
+void run_units(int64_t units, int threads, Work&& work) {
+  if (threads == 1 || units == 1) {
+    for (int64_t unit = 0; unit < units; ++unit) work(unit);
+    return;
+  }
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+  for (int64_t unit = 0; unit < units; ++unit) work(unit);
+}
+
 template <class T, class Storage>
 void reduce(const T* workspace, void* grad_bias, const cpu::Tiling& tiling, int64_t columns, int threads) {
   if (!grad_bias) return;
   Storage* const out = static_cast<Storage*>(grad_bias);
   const int64_t blocks = cpu::divide_up(columns, cpu::kTile);
-#pragma omp parallel for num_threads(threads) if (threads > 1 && tiling.row_chunks * columns > cpu::kChunkElements)
-  for (int64_t block = 0; block < blocks; ++block) {
+  run_units(blocks, threads_for(tiling.row_chunks * columns, threads), [&](int64_t block) {
     alignas(64) T sum[cpu::kTile];
     const int64_t first = block * cpu::kTile;
     const int64_t n = columns - first < cpu::kTile ? columns - first : cpu::kTile;
@@ -267,16 +279,7 @@ void reduce(const T* workspace, void* grad_bias, const cpu::Tiling& tiling, int6
     for (int64_t chunk = 1; chunk < tiling.row_chunks; ++chunk)
       for (int64_t i = 0; i < n; ++i) sum[i] += workspace[chunk * columns + first + i];
     stored(out + first, sum, n);
-  }
-}
-
-// Calls work(unit) for every unit, from as many threads as there is work for.
-template <class Work>
-void share_out(const cpu::Tiling& tiling, int64_t elements, int threads, Work&& work) {
-  const int64_t units = tiling.row_chunks * tiling.column_chunks;
-#pragma omp parallel for num_threads(threads) \
-    schedule(dynamic) if (threads > 1 && units > 1 && elements >= cpu::kChunkElements)
-  for (int64_t unit = 0; unit < units; ++unit) work(unit);
+  });
 }
 
 // Calls work.operator()<T, Storage>().
@@ -296,7 +299,7 @@ void activate(const Activate& pass, int threads) {
   const cpu::Tiling tiling = cpu::tile(pass.rows, pass.columns, pass.stride);
   visit_storage(pass.dtype, [&]<class T, class Storage>() {
     const Loops<T> loops = find_loops<T>(pass.activation);
-    share_out(tiling, pass.rows * pass.columns, threads,
+    run_units(tiling.row_chunks * tiling.column_chunks, threads_for(pass.rows * pass.columns, threads),
               [&](int64_t unit) { activate_unit<T, Storage>(pass, tiling, loops, unit); });
   });
 }
@@ -309,9 +312,9 @@ void differentiate(const Differentiate& pass, int threads) {
     T* const up_sums = pass.grad_bias ? sums + tiling.row_chunks * pass.columns : sums;
     T* const workspace = pass.grad_bias ? sums : nullptr;
     T* const up_workspace = pass.grad_up_bias ? up_sums : nullptr;
-    share_out(tiling, pass.rows * pass.columns, threads, [&](int64_t unit) {
-      differentiate_unit<T, Storage>(pass, tiling, loops, workspace, up_workspace, unit);
-    });
+    run_units(
+        tiling.row_chunks * tiling.column_chunks, threads_for(pass.rows * pass.columns, threads),
+        [&](int64_t unit) { differentiate_unit<T, Storage>(pass, tiling, loops, workspace, up_workspace, unit); });
     reduce<T, Storage>(workspace, pass.grad_bias, tiling, pass.columns, threads);
     reduce<T, Storage>(up_workspace, pass.grad_up_bias, tiling, pass.columns, threads);
   });

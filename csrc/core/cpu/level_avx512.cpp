@@ -19,6 +19,7 @@
 #endif
 
 #include "core/cpu/epilogue_impl.h"
+#include "core/cpu/small_product_impl.h"
 #include "core/cpu/walk_impl.h"
 
 #if defined(__clang__)
