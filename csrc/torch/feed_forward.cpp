@@ -299,8 +299,6 @@ Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, 
 
   if (down) weight_grad(kDownWeight, grad_rows, hidden);
   const at::Tensor rows = operands[kInput].defined() ? rows_of(operands[kInput]) : at::Tensor();
-  weight_grad(kWeight, grad_pre, rows);
-  weight_grad(kUpWeight, grad_up, rows);
   if (wanted[kInput]) {
     at::Tensor grad_input = product(Role::kGradInput, grad_pre, operands[kWeight]);
     if (grad_up.defined()) grad_input.addmm_(grad_up, operands[kUpWeight]);
@@ -308,6 +306,8 @@ Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, 
     sizes.back() = grad_input.size(1);
     grads[kInput] = grad_out.dim() == 2 ? grad_input : grad_input.view(sizes);
   }
+  weight_grad(kWeight, grad_pre, rows);
+  weight_grad(kUpWeight, grad_up, rows);
   return grads;
 }
 
