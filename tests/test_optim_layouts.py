@@ -169,6 +169,4 @@ def test_more_elements_than_32_bits_count(backend: Backend) -> None:  # case 11
     param = torch.ones(numel, dtype=torch.bfloat16, device=backend.device, requires_grad=True)
     param.grad = torch.ones(numel, dtype=torch.bfloat16, device=backend.device)
     backend.make("SGD", [param], lr=0.5).step()
-    ends = torch.cat([param.detach()[:1000], param.detach()[2**31 - 1000 :]])
-    assert bool((ends == 0.5).all())
-    assert float(param.detach().sum(dtype=torch.float64)) == 0.5 * numel
+    assert all(bool((piece == 0.5).all()) for piece in param.detach().split(2**28))
