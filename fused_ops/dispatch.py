@@ -178,6 +178,7 @@ def set_choices(table: Iterable[Choice]) -> None:
     """Replaces the table in use, for this process. With an empty one every default runs.
 
     Raises:
+        TypeError: an item is no Choice.
         RuntimeError: the native library cannot be loaded.
 
     Example:
@@ -186,6 +187,8 @@ def set_choices(table: Iterable[Choice]) -> None:
         >>> dispatch.set_choices([*dispatch.choices(), choice])
         >>> dispatch.reset()
     """
+    if not isinstance(table, Iterable):
+        raise TypeError(f"set_choices: expected an iterable of Choices, got {table!r}. Put it in a list.")
     table = list(table)
     for line in table:
         if not isinstance(line, Choice):
@@ -327,18 +330,37 @@ def tune(
     Returns:
         The choices found, also those for a default.
 
+    Raises:
+        TypeError: seconds is no number, shapes or dtypes are no sequence.
+        ValueError: a shape, a dtype or an activation is not known.
+        RuntimeError: the native library cannot be loaded.
+
     Example:
         >>> found = tune([(8, 16, 16)], dtypes=[torch.float32], activations=["relu"], seconds=0.0, save=False)
         >>> sorted({choice.operation for choice in found})
         ['forward', 'grad_input', 'grad_weight', 'relu']
     """
     native = load_native()
+    for name, value in (("shapes", shapes), ("dtypes", dtypes), ("activations", activations)):
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError(f"tune: expected {name} to be a sequence, got {value!r}. Put it in a list.")
+    for activation in activations:
+        functional.find_activation(activation, {})
+    if not isinstance(seconds, (int, float)):
+        raise TypeError(f"tune: expected seconds to be a number, got {seconds!r}. It is what each comparison may take.")
     for shape in shapes:
-        if len(shape) != 3 or not all(isinstance(size, int) and size > 0 for size in shape):
-            raise ValueError(f"tune: expected shapes of three positive integers (rows, in, out), got {shape!r}.")
+        if (
+            not isinstance(shape, Sequence)
+            or len(shape) != 3
+            or not all(isinstance(size, int) and size > 0 for size in shape)
+        ):
+            raise ValueError(
+                f"tune: expected shapes of three positive integers (rows, in, out), got {shape!r}. "
+                "Say those of your layers."
+            )
     for dtype in dtypes:
         if _name(dtype) not in DTYPES:
-            raise ValueError(f"tune: expected dtypes in ({', '.join(DTYPES)}), got {dtype!r}.")
+            raise ValueError(f"tune: expected dtypes in ({', '.join(DTYPES)}), got {dtype!r}. Leave it out.")
     before = choices()
     set_choices([])
     found: list[Choice] = []

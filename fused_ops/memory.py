@@ -79,9 +79,14 @@ def set_buffer_pool_limit(limit_bytes: int | None) -> None:
         limit_bytes: 0 turns the pool off; None restores the default, an eighth of the machine's memory.
 
     Raises:
+        TypeError: the limit is no integer.
         ValueError: the limit is negative.
         RuntimeError: the native library cannot be loaded.
     """
+    if limit_bytes is not None and not isinstance(limit_bytes, int):
+        raise TypeError(
+            f"set_buffer_pool_limit: expected limit_bytes to be an int or None, got {limit_bytes!r}. Pass whole bytes."
+        )
     if limit_bytes is not None and limit_bytes < 0:
         raise ValueError(
             f"set_buffer_pool_limit: expected limit_bytes >= 0, got {limit_bytes}. Pass None for the default."

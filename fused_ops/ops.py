@@ -35,6 +35,7 @@ import math
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from fused_ops._build import load_native
 
@@ -94,3 +95,21 @@ def _(grad_out, input, weight, up_weight, down_weight, saved, up, activation, pa
         lambda: grad_out.new_empty((out,)),
     )
     return [grad() for grad, is_wanted in zip(grads, wanted, strict=True) if is_wanted]
+
+
+@register_flop_formula([torch.ops.fused_ops.feed_forward, torch.ops.fused_ops.feed_forward_training])
+def _(input, weight, bias, up_weight, up_bias, down_weight, *_, **__) -> int:
+    """Of the matrix products, as torch.utils.flop_counter counts."""
+    hidden, features = weight
+    per_row = hidden * features * (1 if up_weight is None else 2)
+    return 2 * math.prod(input[:-1]) * (per_row if down_weight is None else per_row + hidden * down_weight[0])
+
+
+@register_flop_formula(torch.ops.fused_ops.feed_forward_backward)
+def _(grad_out, input, weight, up_weight, down_weight, saved, up, _, __, wanted, **___) -> int:
+    out = grad_out[-1]
+    hidden = saved[-1] if saved is not None else down_weight[1] if down_weight is not None else out
+    features = input[-1] if input is not None else weight[1] if weight is not None else 0
+    products = wanted[1] + wanted[3] + wanted[0] * (1 if up is None else 2)
+    down_products = wanted[5] + (down_weight is not None and any(wanted[:5]))
+    return 2 * math.prod(grad_out[:-1]) * hidden * (features * products + out * down_products)

@@ -199,12 +199,27 @@ def test_choices_are_checked(arguments: tuple[Any, ...], message: str | None) ->
         ({"shapes": [(0, 1, 1)]}, r"expected shapes of three positive integers \(rows, in, out\), got \(0, 1, 1\)"),
         ({"shapes": [(4, 4)]}, r"got \(4, 4\)"),
         ({"dtypes": [torch.int32]}, r"expected dtypes in \(float32, .*, got torch.int32"),
+        ({"activations": ["foo"]}, r"expected activation in \(.*, got 'foo'"),
+        ({"shapes": [3]}, r"expected shapes of three positive integers \(rows, in, out\), got 3"),
+        ({"shapes": 3}, "expected shapes to be a sequence, got 3"),
+        ({"dtypes": torch.float32}, "expected dtypes to be a sequence, got torch.float32"),
+        ({"seconds": "1"}, "expected seconds to be a number, got '1'"),
     ],
 )
 def test_tune_checks_before_it_measures(arguments: dict[str, Any], message: str) -> None:
     before = dispatch.choices()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=f"{message}.*\\. [A-Z]"):
         dispatch.tune(**arguments)
+    assert dispatch.choices() == before
+
+
+@pytest.mark.parametrize(
+    ("table", "message"), [(["a"], "expected Choices, got 'a'"), (3, "an iterable of Choices, got 3")]
+)
+def test_a_table_of_something_else_is_rejected(table: Any, message: str) -> None:
+    before = dispatch.choices()
+    with pytest.raises(TypeError, match=message):
+        dispatch.set_choices(table)
     assert dispatch.choices() == before
 
 

@@ -982,6 +982,8 @@ def test_unknown_names_are_rejected(argument: str, pattern: str) -> None:
     model = nn.Sequential(layers())
     with pytest.raises(ValueError, match=f"fuse: expected {argument} to have dotted names of modules"):
         fuse(model, **{argument: [pattern]})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=f"fuse: expected {argument} to be names of modules, got 3"):
+        fuse(model, **{argument: 3})  # type: ignore[arg-type]
 
 
 def test_twice_and_undo() -> None:

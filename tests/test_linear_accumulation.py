@@ -229,6 +229,11 @@ def test_a_weight_used_twice() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-4)
 
 
+def test_what_is_no_module_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"accumulate_grad: expected module to be a torch.nn.Module, got list"):
+        layers.accumulate_grad([layers.LinearAct(7, 6)])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("main_grad", "message"),
     [

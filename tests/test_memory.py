@@ -89,6 +89,8 @@ def test_limit_and_empty_cache() -> None:
     assert memory.buffer_pool()["kept_bytes"] == 0
     with pytest.raises(ValueError, match="expected limit_bytes >= 0, got -1"):
         memory.set_buffer_pool_limit(-1)
+    with pytest.raises(TypeError, match="expected limit_bytes to be an int or None, got '1 GB'"):
+        memory.set_buffer_pool_limit("1 GB")  # type: ignore[arg-type]
 
 
 def test_pooled_tensors_can_be_resized_and_shared() -> None:

@@ -46,6 +46,8 @@ class _Selection:
             return None
         if isinstance(patterns, str):
             patterns = [patterns]
+        if not isinstance(patterns, Iterable):
+            raise TypeError(f"fuse: expected {argument} to be names of modules, got {patterns!r}. Put them in a list.")
         patterns = list(patterns)
         for pattern in patterns:
             if not any(_matches(name, pattern) for names in self.names.values() for name in names):
@@ -178,7 +180,7 @@ def fuse(
         What was fused, what was left alone and why, and undo(). Print it.
 
     Raises:
-        TypeError: model is not a module.
+        TypeError: model is not a module, or include or exclude are not names.
         RuntimeError: the native library is not there.
         ValueError: a name in include or exclude matches no module; nothing has been changed.
 

@@ -75,6 +75,7 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
         The number of weights marked or unmarked.
 
     Raises:
+        TypeError: module is no module.
         ValueError: the module holds DistributedDataParallel or a fully sharded module, or a weight has hooks; these
             have to see each gradient; or a main_grad cannot take its weight's gradient.
 
@@ -83,6 +84,10 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
         >>> accumulate_grad(layer)
         1
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(
+            f"accumulate_grad: expected module to be a torch.nn.Module, got {type(module).__name__}. Pass the module."
+        )
     weights = [(name, parameter) for name, parameter in module.named_parameters() if parameter.dim() == 2]
     if enabled:
         if (wrapper := _wrapper(module)) is not None:
