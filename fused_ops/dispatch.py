@@ -29,6 +29,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,10 @@ def _faster(default: Callable[[], Any], alternative: Callable[[], Any], budget: 
     return statistics.median(ratios) > MARGIN
 
 
-def _fastest(native: Any, operation: str, sizes: tuple[int, int, int], a: Tensor, b: Tensor, budget: float) -> str:
+_Sizes = tuple[int, int, int]
+
+
+def _fastest(native: Any, operation: str, sizes: _Sizes, a: Tensor, b: Tensor, budget: float) -> str:
     """The provider whose product of two matrices takes least, aten's unless another wins by MARGIN."""
     best = "aten"
     for provider in PROVIDERS[1:]:
@@ -251,12 +255,13 @@ def _fastest(native: Any, operation: str, sizes: tuple[int, int, int], a: Tensor
             continue
         if provider == "loop" and not native.is_small_product(a.dtype, *sizes):
             continue
-        if _faster(*(lambda p=p: native.product(p, operation, a, b) for p in (best, provider)), budget):
+        routines = [partial(native.product, one, operation, a, b) for one in (best, provider)]
+        if _faster(routines[0], routines[1], budget):
             best = provider
     return best
 
 
-def _product_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterable[tuple[str, Any, Tensor, Tensor]]:
+def _product_cases(shape: tuple[int, int, int], dtype: torch.dtype) -> Iterable[tuple[str, _Sizes, Tensor, Tensor]]:
     """Of a layer: each product's operation, its sizes m, k, n, and its factors."""
     m, k, n = shape
     x, w, g = (torch.randn(size).to(dtype) for size in ((m, k), (n, k), (m, n)))
