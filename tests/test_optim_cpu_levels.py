@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from reference import ULPS
 
-LEVELS = {"baseline": [], "avx2": ["avx2", "fma"], "avx512": ["avx512f", "avx512bw", "avx512vl", "avx512dq"]}
+AVX512 = ["avx512f", "avx512bw", "avx512vl", "avx512dq"]
+LEVELS = {"baseline": [], "avx2": ["avx2", "fma"], "avx512": AVX512, "avx512_bf16": [*AVX512, "avx512_bf16"]}
 PROGRAM = """
 import hashlib, io, json, torch, fused_ops
 from reference import *
@@ -31,6 +32,47 @@ for dtype in DTYPES:
                 digest.update(tensors[key].numpy().tobytes())
 print(json.dumps({"worst": worst, "digest": digest.hexdigest(), "info": str(fused_ops.build_info())}))
 """
+# The first step of SGD with momentum stores the gradient as it is: any float32 number can be sent through its rounding
+# to bfloat16, which is compared here, bit for bit, with the textbook's, of integers.
+NARROWING = """
+import sys, torch, fused_ops
+
+def rounded(bits):
+    special = (bits & 0x7fffffff) > 0x7f800000
+    result = torch.where(special, bits | 0x00400000, bits + 0x7fff + (bits >> 16 & 1)) >> 16
+    return result.masked_fill(bits == -(1 << 31), 0).to(torch.int16)  # 0 + -0
+
+def check(bits, offset=0):
+    n, bits = bits.numel(), bits.to(torch.int32)
+    grad = torch.empty(n + offset)[offset:].copy_(bits.view(torch.float32))
+    param = torch.zeros(n + offset)[offset:].requires_grad_()
+    param.grad = grad
+    optimizer = fused_ops.optim.SGD([param], lr=0.0, momentum=0.5, state_dtype=torch.bfloat16)
+    optimizer.step()
+    buffer = optimizer.state[param]["momentum_buffer"]
+    assert buffer.dtype == torch.bfloat16
+    stored = buffer.view(torch.int16)
+    wrong = (stored != rounded(bits)).nonzero().flatten()
+    assert not len(wrong), [(hex(int(bits[i])), hex(int(stored[i]))) for i in wrong[:5]]
+
+if sys.argv[1] == "all":
+    for first in range(-(1 << 31), 1 << 31, 1 << 22):
+        check(torch.arange(first, first + (1 << 22), dtype=torch.int32))
+else:
+    generator = torch.Generator().manual_seed(5)
+    lower = torch.tensor([0, 1, 0x1234, 0x7fff, 0x8000, 0x8001, 0xffff])
+    bits = (torch.arange(1 << 16)[:, None] << 16 | lower).flatten()
+    check(bits)
+    check(bits[torch.randperm(len(bits), generator=generator)])
+    normal = 0x3f000000 + torch.randint(1 << 24, (64,), generator=generator)
+    odd_ones = [0x00000001, 0x80000001, 0x00008000, 0x007fffff, 0x807fffff, 0x7f800001, 0xffc12345, 0x7f800000, 0]
+    for n in range(1, 41):
+        for offset in (0, 1, 3):
+            for place in range(n):
+                mixed = normal[:n].clone()
+                mixed[place] = odd_ones[(n + place + offset) % len(odd_ones)]
+                check(mixed, offset)
+"""
 
 
 def cpu_flags() -> set[str]:
@@ -40,11 +82,16 @@ def cpu_flags() -> set[str]:
     return set()
 
 
-def run_at(level: str, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+def run_at(level: str, program: str = PROGRAM, *arguments: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"FUSED_OPS_CPU_LEVEL": level, "PYTHONPATH": path}
     return subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", program, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
     )
 
 
@@ -66,10 +113,30 @@ def test_level_agrees_with_the_oracle(level: str, reports: dict[str, dict[str, A
 
 
 def test_wider_vectors_give_the_same_bits(reports: dict[str, dict[str, Any]]) -> None:
-    """AVX2 and AVX-512 both have fused multiply-add, so only the baseline may round differently."""
-    if not {"avx2", "avx512"} <= reports.keys():
-        pytest.skip("this CPU has not both")
-    assert reports["avx2"]["digest"] == reports["avx512"]["digest"]
+    """All but the baseline have fused multiply-add, so only that may round differently."""
+    digests = {level: report["digest"] for level, report in reports.items() if level != "baseline"}
+    if len(digests) < 2:
+        pytest.skip("this CPU has not two of them")
+    assert len(set(digests.values())) == 1, digests
+
+
+def check_narrowing(level: str, which: str) -> None:
+    if not set(LEVELS[level]) <= cpu_flags():
+        pytest.skip(f"this CPU has no {level}")
+    result = run_at(level, NARROWING, which)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rounding_to_bfloat16_is_exact(level: str) -> None:
+    """Every upper half of a float32, every kind of lower half; subnormals, infinities and NaN between other numbers."""
+    check_narrowing(level, "some")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS)
+def test_rounding_to_bfloat16_is_exact_for_every_float(level: str) -> None:
+    check_narrowing(level, "all")
 
 
 def test_unknown_level_is_an_error_that_names_the_known() -> None:

@@ -64,7 +64,7 @@ def test_build_info_names_what_works_here() -> None:
     assert "cpu" in facts["enabled"]
     assert ("cuda" in facts["enabled"]) <= facts["cuda"] <= bool(facts["cuda_architectures"])
     assert all(re.fullmatch(r"(sm|compute)_\d+[af]?", name) for name in facts["cuda_architectures"])
-    assert facts["cpu_levels"] == (["baseline", "avx2", "avx512"] if X86 else ["baseline"])
+    assert facts["cpu_levels"] == (["baseline", "avx2", "avx512", "avx512_bf16"] if X86 else ["baseline"])
     assert facts["cpu_level"] in facts["cpu_levels_supported"]
     assert sum(device["best"] for device in facts["devices"]) == 1
     assert all(0 < device["memory_free"] <= device["memory"] for device in facts["devices"])
@@ -376,6 +376,7 @@ BEYOND_BASELINE = re.compile(
     r"andn|bextr|bls(i|r|msk)|bzhi|mulx|pdep|pext|rorx|s(a|h)rx|shlx|[lt]zcnt|popcnt|movbe|crc32\w*"
 )
 EVEX_ONLY = re.compile(r"%zmm|%k[0-7]|%[xy]mm(1[6-9]|2\d|3[01])\b")
+BF16_ONLY = re.compile(r"vcvtne2?ps2bf16\w*|vdpbf16ps")
 
 
 def instructions_by_level(library: Path) -> dict[str, dict[str, list[str]]]:
@@ -387,12 +388,14 @@ def instructions_by_level(library: Path) -> dict[str, dict[str, list[str]]]:
     for line in listing.splitlines():
         if heading := re.match(r"[0-9a-f]+ <(.*)>:$", line):
             function = heading[1]
-            names = re.findall(r"fused_ops::(avx2|avx512)::", function)
+            names = re.findall(r"fused_ops::(avx2|avx512_bf16|avx512)::", function)
             level = names[0] if names else "baseline"
         elif instruction := re.match(r"\s+[0-9a-f]+:\s+(?:(?:lock|rep\w*|bnd|notrack|data16)\s+)*(\w+)", line):
             kind = "baseline"
             if BEYOND_BASELINE.fullmatch(instruction[1]):
                 kind = "avx512" if EVEX_ONLY.search(line) else "avx2"
+            if BF16_ONLY.fullmatch(instruction[1]):
+                kind = "avx512_bf16"
             found.setdefault(level, {}).setdefault(kind, []).append(function)
     return found
 
@@ -403,9 +406,11 @@ def test_instructions_stay_inside_the_functions_of_their_level() -> None:
     found = instructions_by_level(Path(_build.load_native().__file__))
     assert len(found["avx2"]["avx2"]) > 1000
     assert len(found["avx512"]["avx512"]) > 1000
+    assert len(found["avx512_bf16"]["avx512_bf16"]) > 20
     assert len(found["baseline"]["baseline"]) > 1000
     assert not set(found["baseline"]) - {"baseline"}, sorted(set(found["baseline"]["avx2"]))[:5]
     assert not set(found["avx2"]) - {"baseline", "avx2"}, sorted(set(found["avx2"]["avx512"]))[:5]
+    assert "avx512_bf16" not in found["avx512"], sorted(set(found["avx512"]["avx512_bf16"]))[:5]
 
 
 # compiler, emulator (with the machine that it stands for), level that must be chosen there

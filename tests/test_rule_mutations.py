@@ -20,6 +20,7 @@ OTHER_LEVELS = """#include "core/cpu/walk.h"
 namespace fused_ops {
 namespace avx2 { cpu::WalkFunction find_walk(int, unsigned, bool) { return nullptr; } }
 namespace avx512 { cpu::WalkFunction find_walk(int, unsigned, bool) { return nullptr; } }
+namespace avx512_bf16 { cpu::WalkFunction find_walk(int, unsigned, bool) { return nullptr; } }
 }
 """
 

@@ -76,7 +76,8 @@ FUSED_OPS_HD double magnitude(double x, double limit) {
   return bit_cast<double>(a < b ? a : b);
 }
 
-// A choice of which both sides are computed, wherever it stands: what they share with others is shared.
+// A choice of which both sides are computed, wherever it stands: what they share with others is shared. It has an
+// overload for vectors.
 template <class T>
 FUSED_OPS_HD T select(bool condition, T yes, T no) {
   return condition ? yes : no;
@@ -89,8 +90,8 @@ FUSED_OPS_HD T maximum(T a, T b) {
 }
 
 // start + weight * (end - start).
-template <class T>
-FUSED_OPS_HD T lerp(T start, T end, T weight) {
+template <class T, class Weight>
+FUSED_OPS_HD T lerp(T start, T end, Weight weight) {
   return fma(weight, end - start, start);
 }
 

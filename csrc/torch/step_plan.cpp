@@ -93,8 +93,8 @@ StepPlan::StepPlan(const std::string& optimizer, std::string name)
         if (index < 0) fail("StepPlan: there is no optimizer named ", optimizer, ".");
         if (const char* level = cpu::unusable_level())
           fail(
-              "fused_ops: expected FUSED_OPS_CPU_LEVEL to name an instruction set of this machine (baseline, avx2 or "
-              "avx512), got '",
+              "fused_ops: expected FUSED_OPS_CPU_LEVEL to name an instruction set of this machine (baseline, avx2, "
+              "avx512 or avx512_bf16), got '",
               level, "'. Unset it, or see python -m fused_ops info.");
         return OptimizerStep(index, std::move(name));
       }()) {

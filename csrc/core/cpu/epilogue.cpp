@@ -22,7 +22,7 @@ inline FUSED_OPS_DECLARE(baseline)
 
   void activate(const Activate& pass, int threads) {
 #if defined(__x86_64__)
-    if (chosen_level() == Level::kAvx512) return avx512::activate(pass, threads);
+    if (chosen_level() >= Level::kAvx512) return avx512::activate(pass, threads);
     if (chosen_level() == Level::kAvx2) return avx2::activate(pass, threads);
 #endif
     baseline::activate(pass, threads);
@@ -36,7 +36,7 @@ inline FUSED_OPS_DECLARE(baseline)
 
   void differentiate(const Differentiate& pass, int threads) {
 #if defined(__x86_64__)
-    if (chosen_level() == Level::kAvx512) return avx512::differentiate(pass, threads);
+    if (chosen_level() >= Level::kAvx512) return avx512::differentiate(pass, threads);
     if (chosen_level() == Level::kAvx2) return avx2::differentiate(pass, threads);
 #endif
     baseline::differentiate(pass, threads);

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The CPU loops for AVX-512.
 #if defined(__x86_64__)
+#include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 
@@ -10,6 +11,7 @@
 
 #define FUSED_OPS_LEVEL avx512
 #define FUSED_OPS_HAS_FMA 1
+#define FUSED_OPS_HAS_VECTOR 1
 #if defined(__clang__)
 #pragma clang attribute push(                                                                            \
     __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))), \
@@ -20,6 +22,7 @@
 
 #include "core/cpu/epilogue_impl.h"
 #include "core/cpu/small_product_impl.h"
+#include "core/cpu/vector_avx512.h"
 #include "core/cpu/walk_impl.h"
 
 #if defined(__clang__)

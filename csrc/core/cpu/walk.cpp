@@ -17,6 +17,9 @@ cpu::WalkFunction find_walk(int optimizer, unsigned states, bool in_double);
 namespace avx512 {
 cpu::WalkFunction find_walk(int optimizer, unsigned states, bool in_double);
 }
+namespace avx512_bf16 {
+cpu::WalkFunction find_walk(int optimizer, unsigned states, bool in_double);
+}
 #endif
 
 namespace cpu {
@@ -38,7 +41,7 @@ Level choose_level() {
 }  // namespace
 
 const char* level_name(Level level) {
-  constexpr const char* kNames[kLevelCount] = {"baseline", "avx2", "avx512"};
+  constexpr const char* kNames[kLevelCount] = {"baseline", "avx2", "avx512", "avx512_bf16"};
   return kNames[int(level)];
 }
 
@@ -59,6 +62,7 @@ bool level_supported(Level level) {
     case Level::kAvx512:
       return level_supported(Level::kAvx2) && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    case Level::kAvx512Bf16: return level_supported(Level::kAvx512) && __builtin_cpu_supports("avx512bf16");
   }
 #endif
   return level_compiled(level);
@@ -77,7 +81,9 @@ const char* unusable_level() {
 void run(int optimizer, unsigned states, bool in_double, const Walk& walk) {
   if (walk.chunk_count == 0) return;
 #if defined(__x86_64__)
-  if (chosen_level() == Level::kAvx512) return avx512::find_walk(optimizer, states, in_double)(walk);
+  if (chosen_level() == Level::kAvx512Bf16 && !in_double)
+    return avx512_bf16::find_walk(optimizer, states, in_double)(walk);
+  if (chosen_level() >= Level::kAvx512) return avx512::find_walk(optimizer, states, in_double)(walk);
   if (chosen_level() == Level::kAvx2) return avx2::find_walk(optimizer, states, in_double)(walk);
 #endif
   baseline::find_walk(optimizer, states, in_double)(walk);

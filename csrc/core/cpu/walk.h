@@ -28,8 +28,8 @@ using WalkFunction = void (*)(const Walk&);
 // Runs `optimizer` (an index into Optimizers) with the given set of states, in double if `in_double`, else in float.
 void run(int optimizer, unsigned states, bool in_double, const Walk& walk);
 
-enum class Level { kBaseline, kAvx2, kAvx512 };
-constexpr int kLevelCount = 3;
+enum class Level { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
+constexpr int kLevelCount = 4;
 const char* level_name(Level level);
 bool level_compiled(Level level);
 bool level_supported(Level level);  // compiled, and this machine has the instructions

@@ -16,6 +16,35 @@ namespace {
 // Elements converted at a time: five operands in float fit in a 32 KB first-level cache.
 constexpr int64_t kBlock = 1024;
 
+// A single element as what a rule is applied to. The other kinds are core/cpu/vector_avx512.h's.
+template <class T>
+struct OneLane {
+  using Value = T;
+};
+template <class T, class From>
+FUSED_OPS_HD T load_lanes(const From* from, OneLane<T>) {
+  return T(widen(*from));
+}
+template <class T, class To>
+FUSED_OPS_HD void store_lanes(To* to, T x, OneLane<T>) {
+  *to = narrow<To>(x);
+}
+
+template <unsigned kStates, class Lanes, class Param, class Grad, class State, class Rule>
+FUSED_OPS_HD void apply_to(Lanes lanes, const Rule& rule, Param* param, const Grad* grad, State* state0, State* state1,
+                           State* state2) {
+  typename Lanes::Value state[kMaxStates];
+  if constexpr (has_state(kStates, 0)) state[0] = load_lanes(state0, lanes);
+  if constexpr (has_state(kStates, 1)) state[1] = load_lanes(state1, lanes);
+  if constexpr (has_state(kStates, 2)) state[2] = load_lanes(state2, lanes);
+  typename Lanes::Value value = load_lanes(param, lanes);
+  rule(value, load_lanes(grad, lanes), state);
+  store_lanes(param, value, lanes);
+  if constexpr (has_state(kStates, 0)) store_lanes(state0, state[0], lanes);
+  if constexpr (has_state(kStates, 1)) store_lanes(state1, state[1], lanes);
+  if constexpr (has_state(kStates, 2)) store_lanes(state2, state[2], lanes);
+}
+
 // The rule over n elements, in T whatever the storage types are.
 template <class T, unsigned kStates, class Param, class Grad, class State, class Rule>
 __attribute__((noinline)) void apply(const Rule& rule_reference, int64_t n, void* const* operands) {
@@ -26,18 +55,16 @@ __attribute__((noinline)) void apply(const Rule& rule_reference, int64_t n, void
   State* __restrict__ state1 = static_cast<State*>(operands[kFirstState + 1]);
   State* __restrict__ state2 = static_cast<State*>(operands[kFirstState + 2]);
   static_assert(kMaxStates == 3);
-  for (int64_t i = 0; i < n; ++i) {
-    T state[kMaxStates];
-    if constexpr (has_state(kStates, 0)) state[0] = widen(state0[i]);
-    if constexpr (has_state(kStates, 1)) state[1] = widen(state1[i]);
-    if constexpr (has_state(kStates, 2)) state[2] = widen(state2[i]);
-    T value = widen(param[i]);
-    rule(value, T(widen(grad[i])), state);
-    param[i] = narrow<Param>(value);
-    if constexpr (has_state(kStates, 0)) state0[i] = narrow<State>(state[0]);
-    if constexpr (has_state(kStates, 1)) state1[i] = narrow<State>(state[1]);
-    if constexpr (has_state(kStates, 2)) state2[i] = narrow<State>(state[2]);
+  int64_t i = 0;
+#if FUSED_OPS_HAS_VECTOR
+  if constexpr (sizeof(T) == sizeof(float)) {
+    for (; i + kLanes <= n; i += kLanes)
+      apply_to<kStates>(AllLanes{}, rule, param + i, grad + i, state0 + i, state1 + i, state2 + i);
+    if (i < n) apply_to<kStates>(FirstLanes(n - i), rule, param + i, grad + i, state0 + i, state1 + i, state2 + i);
+    return;
   }
+#endif
+  for (; i < n; ++i) apply_to<kStates>(OneLane<T>{}, rule, param + i, grad + i, state0 + i, state1 + i, state2 + i);
 }
 
 template <class T, class From>
@@ -198,7 +225,10 @@ void walk(const cpu::Walk& walk) {
 cpu::WalkFunction find_walk(int optimizer, unsigned states, bool in_double) {
   cpu::WalkFunction found = nullptr;
   visit_rule(optimizer, states, [&]<class Optimizer, unsigned kStates>() {
-    found = in_double ? &walk<Optimizer, double, kStates> : &walk<Optimizer, float, kStates>;
+    if (!in_double) found = &walk<Optimizer, float, kStates>;
+#if !FUSED_OPS_FLOAT_ONLY
+    if (in_double) found = &walk<Optimizer, double, kStates>;
+#endif
   });
   return found;
 }

@@ -36,9 +36,10 @@ struct Adagrad {
           eps(T(h.eps)),
           step_size(T(h.lr / (1 + (step - 1) * h.lr_decay))) {}
 
-    FUSED_OPS_HD void operator()(T& param, T grad, T* state) const {
+    template <class V>
+    FUSED_OPS_HD void operator()(V& param, V grad, V* state) const {
       grad = add_decay(weight_decay, param, grad_factor * grad);
-      T& sum = state[kSum];
+      V& sum = state[kSum];
       sum = fma(grad, grad, sum);
       param = fma(-step_size, grad / (sqrt(sum) + eps), param);
     }

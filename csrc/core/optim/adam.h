@@ -45,20 +45,21 @@ struct Adam {
           rsqrt_bias2(T(1 / ::sqrt(1 - ::pow(h.beta2, step)))),
           eps(T(h.eps)) {}
 
-    FUSED_OPS_HD void operator()(T& param, T grad, T* state) const {
+    template <class V>
+    FUSED_OPS_HD void operator()(V& param, V grad, V* state) const {
       grad = add_decay(coupled_decay, param, grad_factor * grad);
-      T& exp_avg = state[kExpAvg];
-      T& exp_avg_sq = state[kExpAvgSq];
+      V& exp_avg = state[kExpAvg];
+      V& exp_avg_sq = state[kExpAvgSq];
       exp_avg = lerp(exp_avg, grad, one_minus_beta1);
       exp_avg_sq = fma(one_minus_beta2 * grad, grad, beta2 * exp_avg_sq);
-      T second_moment = exp_avg_sq;
+      V second_moment = exp_avg_sq;
       if constexpr (has_state(kStates, kMaxExpAvgSq))
         second_moment = state[kMaxExpAvgSq] = maximum(state[kMaxExpAvgSq], exp_avg_sq);
-      const T step = step_size * (exp_avg / fma(sqrt(second_moment), rsqrt_bias2, eps));
+      const V step = step_size * (exp_avg / fma(sqrt(second_moment), rsqrt_bias2, eps));
       // Decay and step are joined before they meet param, which then rounds once. An infinite param, from which decay
       // would subtract infinity, stays infinite.
-      const T next = param - fma(decoupled_decay, param, step);
-      param = next == next ? next : param - step;
+      const V next = param - fma(decoupled_decay, param, step);
+      param = select(next == next, next, param - step);
     }
   };
 };

@@ -48,18 +48,19 @@ struct RMSprop {
           momentum(T(h.momentum)),
           lr(T(h.lr)) {}
 
-    FUSED_OPS_HD void operator()(T& param, T grad, T* state) const {
+    template <class V>
+    FUSED_OPS_HD void operator()(V& param, V grad, V* state) const {
       grad = add_decay(weight_decay, param, grad_factor * grad);
-      T& square_avg = state[kSquareAvg];
+      V& square_avg = state[kSquareAvg];
       square_avg = fma(one_minus_alpha * grad, grad, alpha * square_avg);
-      T variance = square_avg;
+      V variance = square_avg;
       if constexpr (has_state(kStates, kGradAvg)) {
-        T& grad_avg = state[kGradAvg];
+        V& grad_avg = state[kGradAvg];
         grad_avg = lerp(grad_avg, grad, one_minus_alpha);
         variance = fma(-grad_avg, grad_avg, square_avg);
-        variance = variance < T(0) ? T(0) : variance;
+        variance = select(variance < T(0), V(T(0)), variance);
       }
-      T update = grad / (sqrt(variance) + eps);
+      V update = grad / (sqrt(variance) + eps);
       if constexpr (has_state(kStates, kMomentumBuffer))
         update = state[kMomentumBuffer] = fma(momentum, state[kMomentumBuffer], update);
       param = fma(-lr, update, param);

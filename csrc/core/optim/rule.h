@@ -6,7 +6,8 @@
 //   kCountsSteps               whether the state holds `step`
 //   Hyperparameters            doubles only, in the order of kHyperparameterNames
 //   states(h)                  the set of states that these hyperparameters use: one of kVariants
-//   Rule<T, kStates>           built from (hyperparameters, step, grad_factor) in double; called for one element
+//   Rule<T, kStates>           built from (hyperparameters, step, grad_factor) in double; called for one element, of
+//                              type V: T or a vector of T, to which T converts
 //
 // grad_factor is 1 / grad_scale, negated to maximize.
 #pragma once
@@ -20,8 +21,8 @@ inline namespace FUSED_OPS_LEVEL {
 FUSED_OPS_HD constexpr bool has_state(unsigned states, int index) { return states >> index & 1u; }
 
 // grad + weight_decay * param. Without decay an infinite param leaves grad alone.
-template <class T>
-FUSED_OPS_HD T add_decay(T weight_decay, T param, T grad) {
+template <class T, class V>
+FUSED_OPS_HD V add_decay(T weight_decay, V param, V grad) {
   return weight_decay != T(0) ? fma(weight_decay, param, grad) : grad;
 }
 

@@ -40,11 +40,12 @@ struct SGD {
           nesterov_momentum(T(h.nesterov != 0 ? h.momentum : 0)),
           lr(T(h.lr)) {}
 
-    FUSED_OPS_HD void operator()(T& param, T grad, T* state) const {
+    template <class V>
+    FUSED_OPS_HD void operator()(V& param, V grad, V* state) const {
       grad = add_decay(weight_decay, param, grad_factor * grad);
-      T update = grad;
+      V update = grad;
       if constexpr (has_state(kStates, kMomentumBuffer)) {
-        T& buffer = state[kMomentumBuffer];
+        V& buffer = state[kMomentumBuffer];
         buffer = fma(buffer_factor, buffer, buffer_grad_factor * grad);
         update = nesterov_momentum != T(0) ? fma(nesterov_momentum, buffer, grad) : buffer;
       }
