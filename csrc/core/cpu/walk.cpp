@@ -90,8 +90,8 @@ void run(int optimizer, unsigned states, bool in_double, const Walk& walk) {
 }
 
 void read_modify_write(float* data, int64_t n, int repetitions, int threads) {
-  constexpr int64_t kStreams = 4;
-  const int64_t stream = n / kStreams, chunks = (stream + kChunk - 1) / kChunk;
+  constexpr int64_t kStreams = 4, kLine = 16, kAhead = 256;  // the latter two in elements
+  const int64_t stream = n / (kStreams * kLine) * kLine, chunks = (stream + kChunk - 1) / kChunk;
   volatile float one = 1.0f;
   for (int repetition = 0; repetition < repetitions; ++repetition) {
     const float factor = one;
@@ -99,8 +99,13 @@ void read_modify_write(float* data, int64_t n, int repetitions, int threads) {
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       float* first = data + chunk * kChunk;
       const int64_t count = stream - chunk * kChunk < kChunk ? stream - chunk * kChunk : kChunk;
-      for (int64_t i = 0; i < count; ++i)
-        for (int64_t k = 0; k < kStreams; ++k) first[i + k * stream] *= factor;
+      for (int64_t i = 0; i < count; i += kLine) {
+        for (int64_t k = 0; k < kStreams; ++k) {
+          float* line = first + k * stream + i;
+          __builtin_prefetch(line + kAhead);
+          for (int64_t j = 0; j < kLine; ++j) line[j] *= factor;
+        }
+      }
     }
   }
 }

@@ -36,8 +36,8 @@ bool level_supported(Level level);  // compiled, and this machine has the instru
 Level chosen_level();               // the highest supported, or what FUSED_OPS_CPU_LEVEL names
 const char* unusable_level();       // what FUSED_OPS_CPU_LEVEL names, if that is no supported level; else null
 
-// Scales n floats (a multiple of 4) by 1.0 in place, `repetitions` times, as four streams side by side like an
-// optimizer's operands: the bandwidth limit that benchmarks compare with.
+// Scales n floats (a multiple of 64) by 1.0 in place, `repetitions` times, as four streams side by side like an
+// optimizer's operands, asking for memory ahead: the bandwidth limit that benchmarks compare with.
 void read_modify_write(float* data, int64_t n, int repetitions, int threads);
 
 }  // namespace fused_ops::cpu
