@@ -22,7 +22,7 @@ namespace cpu {
 
 void multiply(const SmallProduct& product) {
 #if defined(__x86_64__)
-  if (chosen_level() == Level::kAvx512) return avx512::multiply(product);
+  if (chosen_level() >= Level::kAvx512) return avx512::multiply(product);
   if (chosen_level() == Level::kAvx2) return avx2::multiply(product);
 #endif
   baseline::multiply(product);
