@@ -15,32 +15,47 @@ namespace fused_ops {
 inline FUSED_OPS_DECLARE(baseline)
 #if defined(__x86_64__)
     FUSED_OPS_DECLARE(avx2) FUSED_OPS_DECLARE(avx512)
+
+        namespace avx512_bf16 {
+  void narrow_run(uint16_t* to, const float* from, int64_t n);
+}
 #endif
 #undef FUSED_OPS_DECLARE
 
-        namespace cpu {
+namespace cpu {
 
-  void activate(const Activate& pass, int threads) {
+bool narrow_by_instruction([[maybe_unused]] uint16_t* to, [[maybe_unused]] const float* from,
+                           [[maybe_unused]] int64_t n) {
 #if defined(__x86_64__)
-    if (chosen_level() >= Level::kAvx512) return avx512::activate(pass, threads);
-    if (chosen_level() == Level::kAvx2) return avx2::activate(pass, threads);
+  if (chosen_level() == Level::kAvx512Bf16) {
+    avx512_bf16::narrow_run(to, from, n);
+    return true;
+  }
 #endif
-    baseline::activate(pass, threads);
-  }
+  return false;
+}
 
-  int64_t workspace_bytes(const Differentiate& pass) {
-    const int64_t sums = (pass.grad_bias != nullptr) + (pass.grad_up_bias != nullptr);
-    const Tiling tiling = tile(pass.rows, pass.columns, pass.stride);
-    return sums * tiling.row_chunks * pass.columns * (pass.dtype == DType::kFloat64 ? 8 : 4);
-  }
-
-  void differentiate(const Differentiate& pass, int threads) {
+void activate(const Activate& pass, int threads) {
 #if defined(__x86_64__)
-    if (chosen_level() >= Level::kAvx512) return avx512::differentiate(pass, threads);
-    if (chosen_level() == Level::kAvx2) return avx2::differentiate(pass, threads);
+  if (chosen_level() >= Level::kAvx512) return avx512::activate(pass, threads);
+  if (chosen_level() == Level::kAvx2) return avx2::activate(pass, threads);
 #endif
-    baseline::differentiate(pass, threads);
-  }
+  baseline::activate(pass, threads);
+}
+
+int64_t workspace_bytes(const Differentiate& pass) {
+  const int64_t sums = (pass.grad_bias != nullptr) + (pass.grad_up_bias != nullptr);
+  const Tiling tiling = tile(pass.rows, pass.columns, pass.stride);
+  return sums * tiling.row_chunks * pass.columns * (pass.dtype == DType::kFloat64 ? 8 : 4);
+}
+
+void differentiate(const Differentiate& pass, int threads) {
+#if defined(__x86_64__)
+  if (chosen_level() >= Level::kAvx512) return avx512::differentiate(pass, threads);
+  if (chosen_level() == Level::kAvx2) return avx2::differentiate(pass, threads);
+#endif
+  baseline::differentiate(pass, threads);
+}
 
 }  // namespace cpu
 }  // namespace fused_ops

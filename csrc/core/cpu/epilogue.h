@@ -6,6 +6,9 @@
 
 namespace fused_ops::cpu {
 
+// Rounds a run to bfloat16 by this machine's instruction for it; false where there is none.
+bool narrow_by_instruction(uint16_t* to, const float* from, int64_t n);
+
 void activate(const Activate& pass, int threads);
 
 int64_t workspace_bytes(const Differentiate& pass);

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/activations.h"
+#include "core/cpu/epilogue.h"
 #include "core/cpu/epilogue_tiles.h"
 #include "core/dtype.h"
 #include "core/epilogue.h"
@@ -98,6 +99,9 @@ template <class T, class Storage>
 void stored(Storage* run, const T* values, int64_t n) {
   if constexpr (kSame<T, Storage>) {
     if (run == values) return;
+  }
+  if constexpr (kSame<BFloat16, Storage>) {
+    if (cpu::narrow_by_instruction(&run->bits, values, n)) return;
   }
   FUSED_OPS_ELEMENTWISE
   for (int64_t i = 0; i < n; ++i) run[i] = narrow<Storage>(values[i]);

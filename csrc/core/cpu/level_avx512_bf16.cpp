@@ -25,6 +25,19 @@
 #include "core/cpu/vector_avx512.h"
 #include "core/cpu/walk_impl.h"
 
+namespace fused_ops {
+inline namespace FUSED_OPS_LEVEL {
+
+void narrow_run(uint16_t* to, const float* from, int64_t n) {
+  BFloat16* const run = reinterpret_cast<BFloat16*>(to);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store_lanes(run + i, Vector(_mm512_loadu_ps(from + i)), AllLanes{});
+  if (i < n) store_lanes(run + i, load_lanes(from + i, FirstLanes(n - i)), FirstLanes(n - i));
+}
+
+}  // namespace FUSED_OPS_LEVEL
+}  // namespace fused_ops
+
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif
