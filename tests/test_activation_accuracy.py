@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_optim_cpu_levels import LEVELS, cpu_flags
+from test_cpu_levels import LEVELS, cpu_flags
 from torch import Tensor
 from torch.nn import functional
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each instruction-set level of the CPU loops, forced through the environment of a new process: the oracle's values."""
+"""Each instruction-set level of the CPU loops, forced through the environment of a new process: the oracle's values, and
+of the wider ones the same bits."""
 
 from __future__ import annotations
 
@@ -74,6 +75,28 @@ else:
                 check(mixed, offset)
 """
 
+# Of every activation, gated or not, all results, whose inputs have every upper half of a float: subnormal numbers,
+# infinities and NaN too.
+LAYERS = """
+import hashlib, torch, fused_ops
+from fused_ops import functional
+generator = torch.Generator().manual_seed(11)
+digest = hashlib.sha256()
+every = (torch.arange(1 << 16) << 16 | 0x4321).to(torch.int32).view(torch.float32)
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for activation in fused_ops.nn.ACTIVATIONS:
+        x = every.to(dtype).view(-1, 1).requires_grad_()
+        one = torch.ones(1, 1, dtype=dtype)
+        y = functional.linear_act(x, one, None, activation)
+        gradient, = torch.autograd.grad(y, x, torch.ones_like(y))
+        tensors = [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in
+                   ((37, 19), (45, 19), (45, 19), (45,), (45,))]
+        gated = functional.gated_linear(*tensors, activation=activation)
+        for result in (y, gradient, gated, *torch.autograd.grad(gated.sum(), tensors)):
+            digest.update(result.detach().nan_to_num(7.0).contiguous().view(torch.uint8).numpy().tobytes())
+print(digest.hexdigest())
+"""
+
 
 def cpu_flags() -> set[str]:
     for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
@@ -120,6 +143,15 @@ def test_wider_vectors_give_the_same_bits(reports: dict[str, dict[str, Any]]) ->
     assert len(set(digests.values())) == 1, digests
 
 
+def test_wider_vectors_give_the_same_bits_in_layers() -> None:
+    supported = [level for level in LEVELS if level != "baseline" and set(LEVELS[level]) <= cpu_flags()]
+    if len(supported) < 2:
+        pytest.skip("this CPU has not two of them")
+    results = {level: run_at(level, LAYERS) for level in supported}
+    assert {result.returncode for result in results.values()} == {0}, results
+    assert len({result.stdout for result in results.values()}) == 1, results
+
+
 def check_narrowing(level: str, which: str) -> None:
     if not set(LEVELS[level]) <= cpu_flags():
         pytest.skip(f"this CPU has no {level}")
@@ -133,7 +165,8 @@ def test_rounding_to_bfloat16_is_exact(level: str) -> None:
     check_narrowing(level, "some")
 
 
-@pytest.mark.slow
+@pytest.mark.large
+@pytest.mark.skipif(os.environ.get("FUSED_OPS_LARGE_TESTS") != "1", reason="minutes: set FUSED_OPS_LARGE_TESTS=1")
 @pytest.mark.parametrize("level", LEVELS)
 def test_rounding_to_bfloat16_is_exact_for_every_float(level: str) -> None:
     check_narrowing(level, "all")
