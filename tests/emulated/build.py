@@ -23,18 +23,19 @@ FLAGS = ["-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-math-e
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-parameter", "-Werror"]
 SANITIZERS = {
     "none": ["-O2"],
-    "address": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "thread": ["-O1", "-g", "-fsanitize=thread"],
+    "address": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "thread": ["-O1", "-g1", "-fsanitize=thread"],
 }
+SCHEDULER = {"none": ["-O2"], "address": ["-O2", "-DEMULATION_ASAN"], "thread": ["-O2", "-DEMULATION_TSAN"]}
 PROGRAM = ["emulated_walk.cpp", "fibers.cpp", "walk_test.cpp"]
 EPILOGUE_PROGRAM = ["emulated_epilogue.cpp", "fibers.cpp", "epilogue_test.cpp"]
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """One build at a time, also where tests run in several processes."""
+def alone(name: str) -> Iterator[None]:
+    """One build of a name at a time, also where tests run in several processes."""
     BUILD.mkdir(parents=True, exist_ok=True)
-    with (BUILD / "lock").open("w") as lock:
+    with (BUILD / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -44,15 +45,17 @@ def compiler() -> list[str]:
 
 
 def newest(folders: Iterable[Path]) -> float:
-    return max(path.stat().st_mtime for folder in folders for path in folder.rglob("*") if path.is_file())
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return max(path.stat().st_mtime for path in files if path.suffix not in (".py", ".pyc"))
 
 
 def _object(source: Path, csrc: Path, flags: Sequence[str]) -> Path:
     """Returns the object file of a source, compiled if it is older than any file that it may include."""
     command = [*compiler(), *FLAGS, *WARNINGS, f"-I{FOLDER / 'include'}", f"-I{csrc}", *flags, "-c", str(source)]
     result = BUILD / f"{source.stem}-{hashlib.sha256(shlex.join(command).encode()).hexdigest()[:16]}.o"
-    if not result.exists() or result.stat().st_mtime < newest([csrc / "core", FOLDER]):
-        subprocess.run([*command, "-o", str(result)], check=True)
+    with alone(result.stem):
+        if not result.exists() or result.stat().st_mtime < newest([csrc / "core", FOLDER]):
+            subprocess.run([*command, "-o", str(result)], check=True)
     return result
 
 
@@ -60,25 +63,22 @@ def program(
     name: str, sanitizer: str, sources: Sequence[str] = PROGRAM, csrc: Path = ROOT / "csrc", flags: Sequence[str] = ()
 ) -> Path:
     """Returns the path of a test program; `csrc` is where the CUDA backend's sources are."""
-    with alone():
-        return _program(name, sanitizer, sources, csrc, flags)
-
-
-def _program(name: str, sanitizer: str, sources: Sequence[str], csrc: Path, flags: Sequence[str]) -> Path:
     jobs = []
     for source in sources:
-        # The scheduler of the fibers tells ThreadSanitizer what it does; its own accesses are none of the kernels'.
-        hidden = sanitizer == "thread" and source == "fibers.cpp"
-        instrumentation = ["-O2", "-DEMULATION_TSAN"] if hidden else SANITIZERS[sanitizer]
+        # The scheduler of the fibers tells a sanitizer what it does; its own accesses are none of the kernels'.
+        instrumentation = SCHEDULER[sanitizer] if source == "fibers.cpp" else SANITIZERS[sanitizer]
         jobs.append(
             (FOLDER / source, csrc if source.startswith("emulated_") else ROOT / "csrc", [*instrumentation, *flags])
         )
     if "walk_test.cpp" in sources:
         jobs += [(path, ROOT / "csrc", ["-O2"]) for path in sorted((ROOT / "csrc/core/cpu").glob("*.cpp"))]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(lambda job: str(_object(*job)), jobs))
-    result = BUILD / f"{name}-{sanitizer}".replace(" ", "_")
-    subprocess.run([*compiler(), *SANITIZERS[sanitizer], *objects, "-o", str(result)], check=True)
+        objects = list(pool.map(lambda job: _object(*job), jobs))
+    command = [*compiler(), *SANITIZERS[sanitizer], *map(str, objects)]
+    result = BUILD / f"{name}-{hashlib.sha256(shlex.join(command).encode()).hexdigest()[:16]}".replace(" ", "_")
+    with alone(result.name):  # and never again: another process may be running it
+        if not result.exists() or result.stat().st_mtime < max(path.stat().st_mtime for path in objects):
+            subprocess.run([*command, "-o", str(result)], check=True)
     return result
 
 
@@ -89,7 +89,7 @@ def module() -> ModuleType:
     target = BUILD / "module"
     sources = [FOLDER / name for name in ("emulated_walk.cpp", "emulated_epilogue.cpp", "fibers.cpp", "bindings.cpp")]
     sources += [path for path in sorted((ROOT / "csrc/torch").glob("*.cpp")) if path.stem != "registry"]
-    with alone():
+    with alone("module"):
         target.mkdir(exist_ok=True)
         result = cpp_extension.load(
             "fused_ops_emulated",

@@ -2,8 +2,10 @@
 // Runs the threads of a block as fibers.
 //
 // A fiber that has finished a thread starts the next, so threads that never wait cost no switch. For ThreadSanitizer
-// each thread of a block has a fiber of its own, because that is what it tells threads apart by; this file itself is
-// then compiled without it, with EMULATION_TSAN defined, so that only the kernels' accesses are seen.
+// each thread of a block has a fiber of its own, because that is what it tells threads apart by. This file itself is
+// compiled without sanitizers, with EMULATION_ASAN or EMULATION_TSAN defined, so that only the kernels' accesses are
+// seen. Only a fiber's first switch is swapcontext's: that makes system calls, and AddressSanitizer then clears what it
+// knows of the whole stack, many times slower than the thread that runs.
 #include <cuda_runtime.h>
 #include <ucontext.h>
 
@@ -12,7 +14,7 @@
 #include <memory>
 #include <random>
 
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(EMULATION_ASAN)
 #include <sanitizer/common_interface_defs.h>
 #endif
 #if defined(EMULATION_TSAN)
@@ -24,12 +26,16 @@ namespace {
 
 constexpr size_t kStackBytes = 256 << 10;
 
+using Place = void* [5];  // where __builtin_setjmp was
+
 struct Fiber {
   ucontext_t context;
+  Place place;
+  bool started = false;
   std::unique_ptr<char[]> stack;
   int thread = -1;       // what it runs; -1: nothing
   bool waiting = false;  // at a barrier
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(EMULATION_ASAN)
   void* fake_stack = nullptr;
 #endif
 #if defined(EMULATION_TSAN)
@@ -100,7 +106,7 @@ class Block {
     fiber.context.uc_stack.ss_sp = fiber.stack.get();
     fiber.context.uc_stack.ss_size = kStackBytes;
     fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, &Block::enter, 0);
+    makecontext(&fiber.context, &Block::begin, 0);
 #if defined(EMULATION_TSAN)
     fiber.tsan = __tsan_create_fiber(0);
 #endif
@@ -114,33 +120,33 @@ class Block {
   void resume(Fiber& fiber) {
     current_ = &fiber;
     if (fiber.thread >= 0) set_thread(fiber.thread);
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(EMULATION_ASAN)
     __sanitizer_start_switch_fiber(&main_fake_stack_, fiber.stack.get(), kStackBytes);
 #endif
 #if defined(EMULATION_TSAN)
     __tsan_switch_to_fiber(fiber.tsan, __tsan_switch_to_fiber_no_sync);
 #endif
-    swapcontext(&main_, &fiber.context);
-#if defined(__SANITIZE_ADDRESS__)
+    if (__builtin_setjmp(main_) == 0) enter(fiber);
+#if defined(EMULATION_ASAN)
     __sanitizer_finish_switch_fiber(main_fake_stack_, nullptr, nullptr);
 #endif
   }
 
   void suspend(Fiber& fiber) {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(EMULATION_ASAN)
     __sanitizer_start_switch_fiber(&fiber.fake_stack, main_stack_, main_stack_bytes_);
 #endif
 #if defined(EMULATION_TSAN)
     __tsan_switch_to_fiber(main_tsan_, __tsan_switch_to_fiber_no_sync);
 #endif
-    swapcontext(&fiber.context, &main_);
-#if defined(__SANITIZE_ADDRESS__)
+    if (__builtin_setjmp(fiber.place) == 0) leave();
+#if defined(EMULATION_ASAN)
     __sanitizer_finish_switch_fiber(fiber.fake_stack, nullptr, nullptr);
 #endif
   }
 
   void work(Fiber& fiber) {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(EMULATION_ASAN)
     __sanitizer_finish_switch_fiber(nullptr, &main_stack_, &main_stack_bytes_);
 #endif
     for (;;) {
@@ -162,7 +168,15 @@ class Block {
     }
   }
 
-  static void enter() { active_->work(*active_->current_); }
+  // Apart from where the place is set, as __builtin_longjmp must be.
+  [[gnu::noinline]] void enter(Fiber& fiber) {
+    if (fiber.started) __builtin_longjmp(fiber.place, 1);
+    fiber.started = true;
+    setcontext(&fiber.context);
+  }
+  [[gnu::noinline]] void leave() { __builtin_longjmp(main_, 1); }
+
+  static void begin() { active_->work(*active_->current_); }
 
   static inline thread_local Block* active_ = nullptr;
   dim3 shape_;
@@ -173,8 +187,8 @@ class Block {
   int barrier_line_ = 0;  // 0: nobody waits
   std::vector<std::unique_ptr<Fiber>> fibers_;
   Fiber* current_ = nullptr;
-  ucontext_t main_;
-#if defined(__SANITIZE_ADDRESS__)
+  Place main_;
+#if defined(EMULATION_ASAN)
   void* main_fake_stack_ = nullptr;
   const void* main_stack_ = nullptr;
   size_t main_stack_bytes_ = 0;
