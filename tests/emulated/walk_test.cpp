@@ -39,9 +39,10 @@ int size_of(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType:
 // Random numbers as they are stored: positive, so that they can be second moments. About 1, as all dtypes hold.
 void draw(DType dtype, void* to, int64_t count, bool positive) {
   for (int64_t i = 0; i < count; ++i) {
-    double value = 0.25 + double(generator() >> 11) * 0x1p-53;
-    if (!positive && generator() % 2) value = -value;
-    if (generator() % 97 == 0) value = 0;
+    const uint64_t random = generator();
+    double value = 0.25 + double(random >> 11) * 0x1p-53;
+    if (!positive && random & 1) value = -value;
+    if ((random >> 1) % 128 == 0) value = 0;
     const float single = float(value);
     uint32_t bits;
     std::memcpy(&bits, &single, 4);

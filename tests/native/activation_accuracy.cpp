@@ -18,6 +18,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -61,56 +62,64 @@ Exact<R> gated(R x, R y, R slope) {
 }
 
 // R is the type to compute in; x is a T.
-template <class T, class R>
-Exact<R> exact(const std::string& name, const double* p, T input, T output) {
+struct Name {  // of an activation, as a template argument: `exact` is called many millions of times
+  char text[16] = {};
+  constexpr Name(const char* from) {
+    for (int i = 0; from[i]; ++i) text[i] = from[i];
+  }
+  constexpr bool operator==(const char* other) const { return std::string_view(text) == other; }
+};
+
+template <Name name, class T, class R>
+Exact<R> exact(const double* p, T input, T output) {
   const R x = input, y = output, zero = 0, one = 1;
   const R pi = std::acos(R(-1)), end = 150;
   const R bounded = std::clamp(x, -end, end);  // what is 0 beyond is not to become 0 times infinity
   const auto relative = [](R value, R derivative) { return Exact<R>{value, derivative, 0}; };
-  if (name == "identity") return relative(x, 1);
-  if (name == "relu") return relative(std::max(x, zero), x > 0);
-  if (name == "relu_squared") return relative(x > 0 ? x * x : 0, x > 0 ? 2 * x : 0);
-  if (name == "gelu") {
+  if constexpr (name == "identity") return relative(x, 1);
+  if constexpr (name == "relu") return relative(std::max(x, zero), x > 0);
+  if constexpr (name == "relu_squared") return relative(x > 0 ? x * x : 0, x > 0 ? 2 * x : 0);
+  if constexpr (name == "gelu") {
     const R probability = std::erfc(-x / std::sqrt(R(2))) / 2;
     return sum_of(x * probability, probability, x * std::exp(-bounded * bounded / 2) / std::sqrt(2 * pi));
   }
-  if (name == "gelu_tanh") {
+  if constexpr (name == "gelu_tanh") {
     const R a = 1.5957691216057308, b = 0.071354816272600249;
     return gated(x, bounded * (a + b * bounded * bounded), a + 3 * b * bounded * bounded);
   }
-  if (name == "quick_gelu") return gated(x, R(1.702) * x, R(1.702));
-  if (name == "silu") return gated(x, x, one);
-  if (name == "mish") {
+  if constexpr (name == "quick_gelu") return gated(x, R(1.702) * x, R(1.702));
+  if constexpr (name == "silu") return gated(x, x, one);
+  if constexpr (name == "mish") {
     const R t = std::tanh(std::log1p(std::exp(x)));
     const R e = std::exp(-std::fabs(x)), n = x < 0 ? e * (e + 2) : 1 + 2 * e, d = x < 0 ? n + 2 : n + 2 * e * e;
     return sum_of(x * t, t, x * (4 * (1 + e) * (x < 0 ? e : e * e) / (d * d)));
   }
-  if (name == "sigmoid") return relative(logistic(x), y * (1 - y));
-  if (name == "tanh") return relative(std::tanh(x), (1 - y) * (1 + y));
-  if (name == "leaky_relu") return relative(x > 0 ? x : R(p[0]) * x, x > 0 ? one : R(p[0]));
-  if (name == "elu") return relative(x > 0 ? x : R(p[0]) * std::expm1(x), x > 0 ? one : R(p[0]) * std::exp(x));
-  if (name == "selu") {
+  if constexpr (name == "sigmoid") return relative(logistic(x), y * (1 - y));
+  if constexpr (name == "tanh") return relative(std::tanh(x), (1 - y) * (1 + y));
+  if constexpr (name == "leaky_relu") return relative(x > 0 ? x : R(p[0]) * x, x > 0 ? one : R(p[0]));
+  if constexpr (name == "elu")
+    return relative(x > 0 ? x : R(p[0]) * std::expm1(x), x > 0 ? one : R(p[0]) * std::exp(x));
+  if constexpr (name == "selu") {
     const R scale = R(1.0507009873554804934193349852946L), alpha = R(1.6732632423543772848170429916717L);
     return relative(scale * (x > 0 ? x : alpha * std::expm1(x)), scale * (x > 0 ? one : alpha * std::exp(x)));
   }
-  if (name == "celu") {
+  if constexpr (name == "celu") {
     const R rate = R(1 / p[0]);
     return relative(x > 0 ? x : R(p[0]) * std::expm1(x * rate), x > 0 ? one : std::exp(x * rate));
   }
-  if (name == "softplus") {
+  if constexpr (name == "softplus") {
     const R beta = p[0], v = beta * x;
     if (T(p[0]) * input > T(p[1])) return relative(x, 1);
     return relative((std::max(v, zero) + std::log1p(std::exp(-std::fabs(v)))) / beta, logistic(v));
   }
-  if (name == "hardtanh") return relative(std::clamp(x, R(p[0]), R(p[1])), x > R(p[0]) && x < R(p[1]));
-  if (name == "relu6") return relative(std::clamp(x, zero, R(6)), x > 0 && x < 6);
-  if (name == "hardswish") {
+  if constexpr (name == "hardtanh") return relative(std::clamp(x, R(p[0]), R(p[1])), x > R(p[0]) && x < R(p[1]));
+  if constexpr (name == "relu6") return relative(std::clamp(x, zero, R(6)), x > 0 && x < 6);
+  if constexpr (name == "hardswish") {
     const R value = x * (std::clamp(x + 3, zero, R(6)) / 6);
     return x <= -3 ? relative(value, 0) : x >= 3 ? relative(value, 1) : sum_of(value, x / 3, one / 2);
   }
-  if (name == "hardsigmoid") return relative(std::clamp(x + 3, zero, R(6)) / 6, x > -3 && x < 3 ? one / 6 : 0);
-  std::fprintf(stderr, "no oracle for %s\n", name.c_str());
-  std::exit(1);
+  if constexpr (name == "hardsigmoid")
+    return relative(std::clamp(x + 3, zero, R(6)) / 6, x > -3 && x < 3 ? one / 6 : 0);
 }
 
 struct Worst {
@@ -164,8 +173,8 @@ std::vector<T> numbers(int64_t points) {
   return all;
 }
 
-template <class Activation, class T, class R>
-void sweep(const char* oracle, const double* parameters, const std::vector<T>& x) {
+template <class Activation, Name oracle, class T, class R>
+void sweep(const double* parameters, const std::vector<T>& x) {
   const typename Activation::template Function<T> function(parameters);
   Worst worst_value, worst_derivative;
   uint64_t digest = 14695981039346656037u;  // FNV-1a
@@ -174,7 +183,7 @@ void sweep(const char* oracle, const double* parameters, const std::vector<T>& x
     apply<Activation>(function, &x[begin], value, derivative);
     for (int i = 0; i < kBlock; ++i) {
       const T input = x[begin + size_t(i)];
-      const Exact<R> expected = exact<T, R>(oracle, parameters, input, value[i]);
+      const Exact<R> expected = exact<oracle, T, R>(parameters, input, value[i]);
       compare(worst_value, input, value[i], expected.value, R(0));
       compare(worst_derivative, input, derivative[i], expected.derivative, expected.scale);
       for (const T result : {value[i], derivative[i]})
@@ -185,7 +194,7 @@ void sweep(const char* oracle, const double* parameters, const std::vector<T>& x
       "{\"activation\": \"%s\", \"oracle\": \"%s\", \"type\": \"%s\", \"parameters\": [%g, %g], \"digest\": "
       "\"%016llx\","
       " \"value\": %.4g, \"value_at\": %.9g, \"derivative\": %.4g, \"derivative_at\": %.9g}",
-      Activation::kName, oracle, sizeof(T) == sizeof(float) ? "float32" : "float64", parameters[0], parameters[1],
+      Activation::kName, oracle.text, sizeof(T) == sizeof(float) ? "float32" : "float64", parameters[0], parameters[1],
       static_cast<unsigned long long>(digest), worst_value.error, worst_value.at, worst_derivative.error,
       worst_derivative.at);
 }
@@ -234,14 +243,14 @@ int main(int argument_count, char** arguments) {
     const std::vector<float> floats = numbers<float>(std::atoll(arguments[2]));
     const std::vector<double> doubles = numbers<double>(std::min(std::atoll(arguments[2]), 1LL << 16));
     for_each_activation([&]<class Activation>(const double* parameters) {
-      sweep<Activation, float, double>(Activation::kName, parameters, floats);
+      sweep<Activation, Activation::kName, float, double>(parameters, floats);
       std::printf("%s", separator());
-      sweep<Activation, double, long double>(Activation::kName, parameters, doubles);
+      sweep<Activation, Activation::kName, double, long double>(parameters, doubles);
     });
     // A function that is nearly the oracle's: its error must be seen.
     const double none[kMaxActivationParameters] = {};
     std::printf("%s", separator());
-    sweep<GELUTanh, float, double>("gelu", none, floats);
+    sweep<GELUTanh, "gelu", float, double>(none, floats);
   } else if (command == "at") {
     for (int i = 2; i < argument_count; ++i)
       for_each_activation([&]<class Activation>(const double* parameters) {
