@@ -177,6 +177,15 @@ class HostInItsPlace(Gpu):
         return work
 
 
+@pytest.fixture(scope="module", autouse=True)
+def only_new_objects_are_collected() -> Iterator[None]:
+    """What imports and other files leave, torch's graphs above all, makes each collection here many times slower."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(params=[pytest.param(Gpu, marks=pytest.mark.cuda), HostInItsPlace], ids=["cuda", "host"])
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     reason = missing(request.param.name)
