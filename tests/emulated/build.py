@@ -91,6 +91,7 @@ def module() -> ModuleType:
     sources += [path for path in sorted((ROOT / "csrc/torch").glob("*.cpp")) if path.stem != "registry"]
     with alone("module"):
         target.mkdir(exist_ok=True)
+        (target / "lock").unlink(missing_ok=True)  # torch's own, for which load() waits for ever after a kill
         result = cpp_extension.load(
             "fused_ops_emulated",
             [str(path) for path in [*sources, *sorted((ROOT / "csrc/core/cpu").glob("*.cpp"))]],
