@@ -199,7 +199,7 @@ def tune(options: argparse.Namespace) -> int:
     found = dispatch.tune(options.shapes or dispatch.SHAPES, seconds=options.seconds)
     rows: list[Sequence[str]] = [("operation", "dtype", "m", "k", "n", "faster")]
     for line in found:
-        if line.faster in ("onednn", "stock"):
+        if line.faster != dispatch.runs_by_default(line):
             mode = "" if line.operation in dispatch.PRODUCTS else ", training" if line.training else ", inference"
             rows.append((line.operation + mode, line.dtype, str(line.m), str(line.k), str(line.n), line.faster))
     print(

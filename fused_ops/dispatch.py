@@ -40,7 +40,7 @@ from fused_ops import functional
 from fused_ops._build import _first_value, load_native
 from fused_ops.nn.activation import ACTIVATIONS, Activation
 
-__all__ = ["Choice", "choices", "default_choices", "reset", "set_choices", "tune", "tuning_file"]
+__all__ = ["Choice", "choices", "default_choices", "reset", "runs_by_default", "set_choices", "tune", "tuning_file"]
 
 FORMAT = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -95,6 +95,22 @@ class Choice:
     def _place(self) -> tuple[Any, ...]:
         """What the choice is for: of two for the same place the later one holds."""
         return self.operation, self.training, self.dtype, self.m, self.k, self.n
+
+
+def runs_by_default(choice: Choice) -> str:
+    """What runs for the sizes of a choice where the table says nothing.
+
+    Raises:
+        RuntimeError: the native library cannot be loaded.
+
+    Example:
+        >>> runs_by_default(Choice("forward", "bfloat16", m=16, k=32, n=32, faster="onednn"))
+        'loop'
+    """
+    if choice.operation not in PRODUCTS:
+        return "fused"
+    is_small = load_native().is_small_product(getattr(torch, choice.dtype), choice.m, choice.k, choice.n)
+    return "loop" if is_small else "aten"
 
 
 # Measured on 2 cores: where oneDNN's product took less than 1/1.05 of the time of torch's own.
