@@ -13,7 +13,7 @@ from reference import BACKENDS, Backend
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda: needs an NVIDIA GPU and a CUDA build of the package")
-    config.addinivalue_line("markers", "large: needs about 10 GB of memory, or many minutes; set FUSED_OPS_LARGE_TESTS=1")
+    config.addinivalue_line("markers", "large: needs 10 GB of memory, or many minutes; set FUSED_OPS_LARGE_TESTS=1")
 
 
 def missing(name: str) -> str | None:

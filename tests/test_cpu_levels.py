@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each instruction-set level of the CPU loops, forced through the environment of a new process: the oracle's values, and
-of the wider ones the same bits."""
+"""Each instruction-set level of the CPU loops, forced through the environment of a new process: the oracle's values,
+and of the wider ones the same bits."""
 
 from __future__ import annotations
 
