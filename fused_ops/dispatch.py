@@ -52,6 +52,10 @@ SHAPES += ((65536, 64, 64), (8, 768, 3072))
 MARGIN = 1.05  # an alternative has to be this much faster: two equal routines measure a few percent apart
 
 
+def _is_size(size: Any) -> bool:
+    return isinstance(size, int) and not isinstance(size, bool) and 0 < size < 2**62
+
+
 @dataclass(frozen=True)
 class Choice:
     """What is faster for matrices [m, k] times [k, n].
@@ -88,8 +92,10 @@ class Choice:
         if self.dtype not in dtypes:
             raise ValueError(f"Choice: expected dtype in ({', '.join(dtypes)}) for {self.faster}, got {self.dtype!r}.")
         for size in (self.m, self.k, self.n):
-            if not isinstance(size, int) or not 0 < size < 2**62:
+            if not _is_size(size):
                 raise ValueError(f"Choice: expected sizes to be positive integers, got {size!r}.")
+        if not isinstance(self.training, bool):
+            raise ValueError(f"Choice: expected training to be True or False, got {self.training!r}.")
 
     @property
     def _place(self) -> tuple[Any, ...]:
@@ -226,9 +232,22 @@ def _saved() -> list[Choice]:
         return [Choice(**line) for line in record["choices"]]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         warnings.warn(f"fused_ops: {path} is left out: {error}. Run fused_ops.tune() again.", stacklevel=2)
         return []
+
+
+def _expect_writable(path: Path) -> None:
+    """Before minutes are spent on what is to be written there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError("it is a directory, or not writable")
+    except OSError as error:
+        raise OSError(
+            f"tune: expected to be able to write {path}, but {error}. "
+            "Set FUSED_OPS_TUNING to a file, or pass save=False."
+        ) from error
 
 
 def reset() -> None:
@@ -325,6 +344,17 @@ def _measure_all(
                     note(Choice(activation, name, *shape, faster, training))
 
 
+def _expect_measurable(shapes: Any, dtypes: Any, activations: Any, seconds: Any) -> None:
+    for name, value in (("shapes", shapes), ("dtypes", dtypes), ("activations", activations)):
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise TypeError(f"tune: expected {name} to be a sequence, got {value!r}. Put it in a list.")
+    for activation in activations:
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"tune: expected activations in ({', '.join(ACTIVATIONS)}), got {activation!r}. Name one.")
+    if not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf"):
+        raise TypeError(f"tune: expected seconds to be a number >= 0, got {seconds!r}. Each comparison takes as long.")
+
+
 def tune(
     shapes: Sequence[tuple[int, int, int]] = SHAPES,
     *,
@@ -350,7 +380,8 @@ def tune(
         The choices found, also those for a default.
 
     Raises:
-        TypeError: seconds is no number, shapes or dtypes are no sequence.
+        TypeError: seconds is no number, shapes, dtypes or activations are no sequence.
+        OSError: the result could not be saved.
         ValueError: a shape, a dtype or an activation is not known.
         RuntimeError: the native library cannot be loaded.
 
@@ -360,25 +391,18 @@ def tune(
         ['forward', 'grad_input', 'grad_weight', 'relu']
     """
     native = load_native()
-    for name, value in (("shapes", shapes), ("dtypes", dtypes), ("activations", activations)):
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise TypeError(f"tune: expected {name} to be a sequence, got {value!r}. Put it in a list.")
-    for activation in activations:
-        functional.find_activation(activation, {})
-    if not isinstance(seconds, (int, float)):
-        raise TypeError(f"tune: expected seconds to be a number, got {seconds!r}. It is what each comparison may take.")
+    _expect_measurable(shapes, dtypes, activations, seconds)
+    path = tuning_file()
+    if save:
+        _expect_writable(path)
     for shape in shapes:
-        if (
-            not isinstance(shape, Sequence)
-            or len(shape) != 3
-            or not all(isinstance(size, int) and size > 0 for size in shape)
-        ):
+        if not isinstance(shape, Sequence) or len(shape) != 3 or not all(map(_is_size, shape)):
             raise ValueError(
                 f"tune: expected shapes of three positive integers (rows, in, out), got {shape!r}. "
                 "Say those of your layers."
             )
     for dtype in dtypes:
-        if _name(dtype) not in DTYPES:
+        if not isinstance(dtype, torch.dtype) or _name(dtype) not in DTYPES:
             raise ValueError(f"tune: expected dtypes in ({', '.join(DTYPES)}), got {dtype!r}. Leave it out.")
     before = choices()
     set_choices([])
@@ -404,8 +428,6 @@ def tune(
         if bar:
             sys.stderr.write("\r\x1b[2K")
     if save:
-        path = tuning_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
         record = {"format": FORMAT, "processor": _processor(), "threads": torch.get_num_threads()}
         lines = {line._place: line for line in (*_saved(), *found)}
         record |= {"torch": torch.__version__, "choices": [asdict(line) for line in lines.values()]}

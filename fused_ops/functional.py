@@ -116,7 +116,8 @@ def linear_act(
 
     Args:
         input: the features in its last dimension.
-        weight: of the linear layer; a transposed view is as fast, and its gradient has the same layout.
+        weight: of the linear layer; a transposed view is as fast, and its gradient has the same layout where the
+            input has a gradient too.
         bias: of the linear layer. Default: none.
         activation: a name in fused_ops.nn.ACTIVATIONS, an Activation, or a module or function that computes one.
         **parameters: of the activation, by name, e.g. negative_slope=0.1.

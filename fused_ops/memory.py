@@ -80,15 +80,15 @@ def set_buffer_pool_limit(limit_bytes: int | None) -> None:
 
     Raises:
         TypeError: the limit is no integer.
-        ValueError: the limit is negative.
+        ValueError: the limit is negative or too large.
         RuntimeError: the native library cannot be loaded.
     """
     if limit_bytes is not None and not isinstance(limit_bytes, int):
         raise TypeError(
             f"set_buffer_pool_limit: expected limit_bytes to be an int or None, got {limit_bytes!r}. Pass whole bytes."
         )
-    if limit_bytes is not None and limit_bytes < 0:
+    if limit_bytes is not None and not 0 <= limit_bytes < 2**63:
         raise ValueError(
-            f"set_buffer_pool_limit: expected limit_bytes >= 0, got {limit_bytes}. Pass None for the default."
+            f"set_buffer_pool_limit: expected 0 <= limit_bytes < 2**63, got {limit_bytes}. Pass None for the default."
         )
     load_native().set_pool_limit(-1 if limit_bytes is None else limit_bytes)

@@ -79,7 +79,10 @@ def _(input, weight, bias, up_weight, up_bias, down_weight, down_bias, activatio
 
 @torch.library.register_fake("fused_ops::feed_forward_backward")
 def _(grad_out, input, weight, up_weight, down_weight, saved, up, activation, parameters, wanted):
-    def like(rows: Any, columns: Any) -> torch.Tensor:
+    def like(rows: Any, columns: Any, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """In the memory order of the weight that it is the gradient of."""
+        if weight is not None and weight.stride(0) == 1 and weight.stride(1) > 1:
+            return grad_out.new_empty((columns, rows)).t()
         return grad_out.new_empty((rows, columns))
 
     out = grad_out.shape[-1]
@@ -87,11 +90,11 @@ def _(grad_out, input, weight, up_weight, down_weight, saved, up, activation, pa
     features = input.shape[-1] if input is not None else weight.shape[1] if weight is not None else None
     grads = (
         lambda: grad_out.new_empty((*grad_out.shape[:-1], features)),
-        lambda: like(hidden, features),
+        lambda: like(hidden, features, weight),
         lambda: grad_out.new_empty((hidden,)),
-        lambda: like(hidden, features),
+        lambda: like(hidden, features, up_weight),
         lambda: grad_out.new_empty((hidden,)),
-        lambda: like(out, hidden),
+        lambda: like(out, hidden, down_weight),
         lambda: grad_out.new_empty((out,)),
     )
     return [grad() for grad, is_wanted in zip(grads, wanted, strict=True) if is_wanted]

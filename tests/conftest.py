@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -49,6 +51,21 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "emulated":
         monkeypatch.setattr("fused_ops.optim.base.load_native", emulated_native)
     return BACKENDS[request.param]
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """For DistributedDataParallel in one process. All of it must have gone before the group does, whose thread would
+    otherwise wait for the interpreter's lock while that is held to wait for the thread."""
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without torch.distributed")
+    import torch.distributed as dist
+
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    gc.collect()
+    dist.destroy_process_group()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -157,7 +157,16 @@ def test_off_means_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["no json", "[]", '{"format": 2, "choices": []}', '{"format": 1, "choices": [{"m": 1}]}']
+    "text",
+    [
+        "no json",
+        "[]",
+        '{"format": 2, "choices": []}',
+        '{"format": 1, "choices": [{"m": 1}]}',
+        '{"format": 1, "choices": [{"operation": "gelu", "dtype": "float32", "m": 4, "k": 4, "n": 4, '
+        '"faster": "stock", "training": "yes"}]}',
+        "[" * 100_000,
+    ],
 )
 def test_a_broken_file_is_left_out_with_a_warning(text: str) -> None:
     dispatch.tuning_file().write_text(text)
@@ -199,11 +208,16 @@ def test_choices_are_checked(arguments: tuple[Any, ...], message: str | None) ->
         ({"shapes": [(0, 1, 1)]}, r"expected shapes of three positive integers \(rows, in, out\), got \(0, 1, 1\)"),
         ({"shapes": [(4, 4)]}, r"got \(4, 4\)"),
         ({"dtypes": [torch.int32]}, r"expected dtypes in \(float32, .*, got torch.int32"),
-        ({"activations": ["foo"]}, r"expected activation in \(.*, got 'foo'"),
+        ({"activations": ["foo"]}, r"expected activations in \(.*, got 'foo'"),
+        ({"activations": [torch.nn.GELU()]}, r"expected activations in \(.*, got GELU"),
+        ({"dtypes": ["float32"]}, r"expected dtypes in \(float32, .*, got 'float32'"),
+        ({"shapes": [(True, 4, 4)]}, r"got \(True, 4, 4\)"),
+        ({"seconds": float("nan")}, "expected seconds to be a number >= 0, got nan"),
+        ({"seconds": -1}, "expected seconds to be a number >= 0, got -1"),
         ({"shapes": [3]}, r"expected shapes of three positive integers \(rows, in, out\), got 3"),
         ({"shapes": 3}, "expected shapes to be a sequence, got 3"),
         ({"dtypes": torch.float32}, "expected dtypes to be a sequence, got torch.float32"),
-        ({"seconds": "1"}, "expected seconds to be a number, got '1'"),
+        ({"seconds": "1"}, "expected seconds to be a number >= 0, got '1'"),
     ],
 )
 def test_tune_checks_before_it_measures(arguments: dict[str, Any], message: str) -> None:
@@ -211,6 +225,15 @@ def test_tune_checks_before_it_measures(arguments: dict[str, Any], message: str)
     with pytest.raises((TypeError, ValueError), match=f"{message}.*\\. [A-Z]"):
         dispatch.tune(**arguments)
     assert dispatch.choices() == before
+
+
+def test_tune_checks_that_it_can_save(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    dispatch.set_choices([Choice("gelu", "float32", 6, 5, 7, "stock")])
+    for place in (tmp_path, Path("/proc/none/tuning.json")):
+        monkeypatch.setenv("FUSED_OPS_TUNING", str(place))
+        with pytest.raises(OSError, match="tune: expected to be able to write"):
+            dispatch.tune([(2, 3, 4)], seconds=60.0, progress=False)
+    assert dispatch.choices() == [Choice("gelu", "float32", 6, 5, 7, "stock")]
 
 
 @pytest.mark.parametrize(

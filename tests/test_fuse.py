@@ -1156,14 +1156,6 @@ def test_compiled_before_a_hook_comes() -> None:
     assert_same(compiled, reference)
 
 
-@pytest.fixture
-def process_group(tmp_path: Any) -> Any:
-    dist = pytest.importorskip("torch.distributed")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def data_parallel(model: Any) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import copy
 import importlib
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+
+from fused_ops import dispatch
 
 layers = importlib.import_module("fused_ops.nn")
 MICRO_BATCHES = 8
@@ -140,42 +143,26 @@ def test_refused_where_a_gradient_would_be_missed() -> None:
     assert layers.accumulate_grad(module) == 2
 
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
+@pytest.mark.usefixtures("process_group")
 def test_refused_within_distributed_data_parallel() -> None:
-    import torch.distributed as dist
-
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        module = make("MLP")
-        parallel = nn.parallel.DistributedDataParallel(module)
-        for wrapped in (parallel, nn.Sequential(parallel)):
-            with pytest.raises(ValueError, match="DistributedDataParallel"):
-                layers.accumulate_grad(wrapped)
-    finally:
-        dist.destroy_process_group()
+    parallel = nn.parallel.DistributedDataParallel(make("MLP"))
+    for wrapped in (parallel, nn.Sequential(parallel)):
+        with pytest.raises(ValueError, match="DistributedDataParallel"):
+            layers.accumulate_grad(wrapped)
 
 
+@pytest.mark.usefixtures("process_group")
 def test_marked_before_distributed_data_parallel_reduces_all_the_same() -> None:
     """The order that no check can see: wrapping after marking. Its hooks on the accumulators must still fire."""
-    if not torch.distributed.is_available():
-        pytest.skip("torch was built without torch.distributed")
-    import torch.distributed as dist
-
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        module = make("MLP")
-        plain = copy.deepcopy(module)
-        layers.accumulate_grad(module)
-        parallel = nn.parallel.DistributedDataParallel(module)
-        for seed in range(3):
-            loss(parallel, seed).backward()
-            loss(plain, seed).backward()
-        for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
-    finally:
-        dist.destroy_process_group()
+    module = make("MLP")
+    plain = copy.deepcopy(module)
+    layers.accumulate_grad(module)
+    parallel = nn.parallel.DistributedDataParallel(module)
+    for seed in range(3):
+        loss(parallel, seed).backward()
+        loss(plain, seed).backward()
+    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["sparse", "transposed", "every other", "frozen"])
@@ -269,3 +256,57 @@ def test_a_weight_frozen_after_the_forward_pass_gets_no_gradient() -> None:
     layer.weight.requires_grad_(False)
     output.backward()
     assert torch.equal(layer.weight.grad, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", ["frozen first layer", "stock is faster"])
+def test_main_grad_gets_the_gradient_however_the_block_runs(case: str, dtype: torch.dtype) -> None:
+    if case == "frozen first layer":
+        module = layers.MLP(24, 32, 8).to(dtype)
+        module.fc1.requires_grad_(False)
+        weight = module.fc2.weight
+    else:  # for float64 GELU of this size, and by the table
+        module = layers.LinearAct(64, 512, activation="gelu").to(dtype)
+        weight = module.weight
+    x = torch.randn(64, 24 if case == "frozen first layer" else 64, dtype=dtype)
+    (expected,) = torch.autograd.grad(module(x).square().sum(), weight)
+    weight.main_grad = torch.ones_like(weight)
+    layers.accumulate_grad(module)
+    name = str(dtype).removeprefix("torch.")
+    dispatch.set_choices([dispatch.Choice("gelu", name, 64, 64, 512, "stock")])
+    try:
+        module(x).square().sum().backward()
+    finally:
+        dispatch.reset()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad - 1, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_a_graph_that_saved_the_old_gradient_raises() -> None:
+    layer = layers.LinearAct(4, 4)
+    layer.weight.grad = torch.randn(4, 4)
+    layers.accumulate_grad(layer)
+    factor = torch.randn(4, 4, requires_grad=True)
+    product = (layer.weight.grad * factor).sum()
+    layer(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_two_threads_lose_no_update() -> None:
+    """Each adds ones times ones, exactly; without a lock a tenth of this many is lost."""
+    layer = layers.LinearAct(256, 256, bias=False, activation="identity")
+    layer.weight.grad = torch.zeros(256, 256)
+    layers.accumulate_grad(layer)
+    steps = 300
+
+    def work() -> None:
+        for _ in range(steps):
+            layer(torch.ones(8, 256)).sum().backward()
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert bool((layer.weight.grad == 2 * steps * 8).all())

@@ -58,6 +58,16 @@ def test_compiled_by_aot_eager(form: str, activation: str) -> None:
     assert_agrees(results, block.oracle())
 
 
+@pytest.mark.parametrize("frozen", [(), ("input",)])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_with_transposed_weights(form: str, frozen: tuple[str, ...]) -> None:
+    """Their gradients have their memory order: what the fake kernel has to say as well."""
+    layouts = {name: "transposed" for name in FORMS[form] if name.endswith("weight")}
+    block = Block(form, "gelu", (37,), 19, 21, 11, layouts=layouts, frozen=frozen)
+    results = compiled_results(block, lambda f: torch.compile(f, backend="aot_eager", fullgraph=True))
+    assert_agrees(results, block.oracle())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -10,7 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -443,17 +443,6 @@ def test_tied_weights() -> None:
     assert_close(*(torch.autograd.grad(output.square().sum(), embedding) for output in outputs))
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    import torch.distributed as dist
-
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without torch.distributed")
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
 @pytest.mark.parametrize("name", PAIRS)

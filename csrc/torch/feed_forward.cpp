@@ -6,6 +6,10 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 
+#include <functional>
+#include <iterator>
+#include <mutex>
+
 #include "core/cpu/epilogue.h"
 #include "torch/buffer_pool.h"
 #include "torch/checks.h"
@@ -98,7 +102,11 @@ at::Tensor weight_gradient(const at::Tensor& rows, const at::Tensor& input, cons
   return product(Role::kGradWeight, rows, input);
 }
 
+// As autograd's own accumulation: one thread at a time, and whoever saved the old value is told.
 void accumulate(const at::Tensor& into, const at::Tensor& rows, const at::Tensor& input) {
+  static std::mutex mutexes[16];
+  const std::lock_guard lock(mutexes[std::hash<const void*>()(into.unsafeGetTensorImpl()) / 64 % std::size(mutexes)]);
+  into.unsafeGetTensorImpl()->bump_version();
   if (into.scalar_type() == rows.scalar_type())
     into.addmm_(transposed(rows), input);
   else

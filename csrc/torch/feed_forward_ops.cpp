@@ -327,10 +327,11 @@ bool stock_is_faster(const ActivationCall& activation, const Operands& operands,
 }
 
 // Where the composition of aten operators runs instead.
-bool needs_composition(const ActivationCall& activation, const Operands& operands, bool differentiable) {
+bool needs_composition(const ActivationCall& activation, const Operands& operands, bool differentiable,
+                       bool accumulate) {
   return in_transform() || c10::impl::tls_is_dispatch_key_included(DispatchKey::Tracer) || !is_native(operands) ||
          !is_fusible(activation) || (activation.index == identity().index && operands[kUpWeight].defined()) ||
-         has_forward_gradient(operands) || stock_is_faster(activation, operands, differentiable);
+         has_forward_gradient(operands) || (!accumulate && stock_is_faster(activation, operands, differentiable));
 }
 
 Tensor differentiable_block(const Operands& operands, std::string_view name, at::ArrayRef<double> parameters,
@@ -341,7 +342,7 @@ Tensor differentiable_block(const Operands& operands, std::string_view name, at:
   if (at::GradMode::is_enabled())
     for (int operand = 0; operand < kOperands; ++operand)
       differentiable |= required[operand] = operands[operand].defined() && operands[operand].requires_grad();
-  if (needs_composition(activation, operands, differentiable)) return compose(activation, operands);
+  if (needs_composition(activation, operands, differentiable, accumulate)) return compose(activation, operands);
   const bool plain = is_plain(operands) && !c10::impl::dispatch_mode_enabled();
   if (plain) check_operands(operands);
   if (!differentiable) {
@@ -356,13 +357,14 @@ Tensor differentiable_block(const Operands& operands, std::string_view name, at:
                       required[kUpBias];
   if (!hidden && operands[kDownWeight].defined()) {  // the hidden layer is a constant, and all that is to be kept
     const at::NoGradGuard constant;
-    Operands first = operands, last;
+    Operands first = operands, last, last_main_grads;
     first[kDownWeight] = first[kDownBias] = Tensor();
     last[kInput] = differentiable_block(first, name, parameters, false, {});
     last[kWeight] = operands[kDownWeight];
     last[kBias] = operands[kDownBias];
+    last_main_grads[kWeight] = main_grads[kDownWeight];
     const at::AutoGradMode differentiable_again(true);
-    return differentiable_block(last, "identity", {}, false, {});
+    return differentiable_block(last, "identity", {}, accumulate, last_main_grads);
   }
   auto call = c10::make_intrusive<BlockCall>();
   call->activation = activation;

@@ -46,9 +46,9 @@ class _Selection:
             return None
         if isinstance(patterns, str):
             patterns = [patterns]
-        if not isinstance(patterns, Iterable):
+        patterns = list(patterns) if isinstance(patterns, Iterable) else patterns
+        if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
             raise TypeError(f"fuse: expected {argument} to be names of modules, got {patterns!r}. Put them in a list.")
-        patterns = list(patterns)
         for pattern in patterns:
             if not any(_matches(name, pattern) for names in self.names.values() for name in names):
                 raise ValueError(

@@ -64,8 +64,10 @@ def accumulate_grad(module: nn.Module, enabled: bool = True) -> int:
     A weight with an attribute `main_grad`, a tensor of its shape and of any floating-point dtype, has its gradient
     added to that one and .grad left alone.
 
-    Where somebody would miss the gradient it is returned to autograd as ever: torch.autograd.grad,
-    backward(inputs=...), create_graph=True, hooks on the weight, torch.compile, and operations other than fused_ops'.
+    Where somebody would miss the gradient, or another operation computes it, it is returned to autograd as ever, which
+    adds it to .grad, also where there is a main_grad: torch.autograd.grad, backward(inputs=...), create_graph=True,
+    hooks on the weight, torch.compile, torch.autocast that converts the weight, dispatch modes such as
+    FlopCounterMode, function transforms, a gate without activation, and operations other than fused_ops'.
 
     Args:
         module: whose 2-dimensional parameters are marked; a deep copy of the module is not.
