@@ -4,7 +4,7 @@
 A table of choices, each measured on some machine, says for which sizes an alternative is faster than the default. The
 defaults are torch's own matrix product (MKL or OpenBLAS for float32) and the fused block; the alternatives are oneDNN's
 product and torch's own operators. Products of small float16 or bfloat16 matrices, at most some thousand
-multiplications, are a loop of this package by default. A choice holds for all sizes between the same powers of
+multiplications, and of very small float32 ones are a loop of this package by default. A choice holds for all sizes between the same powers of
 two: 512 to 1023 are one. Results differ between choices by rounding only.
 
 The table is made of, later ones overriding earlier ones:
@@ -155,7 +155,13 @@ _ONEDNN = {
 }
 
 # Measured on 2 cores with AVX-512: where stock's GELU, of a simpler formula, beats the fused layer.
-_STOCK = {"GenuineIntel": (("gelu", "bfloat16", 512, 768, 3072), ("gelu", "bfloat16", 65536, 64, 64))}
+_STOCK = {
+    "GenuineIntel": (
+        ("gelu", "bfloat16", 512, 768, 3072),
+        ("gelu", "bfloat16", 2048, 1024, 4096),
+        ("gelu", "bfloat16", 65536, 64, 64),
+    )
+}
 
 _current: list[Choice] = []
 

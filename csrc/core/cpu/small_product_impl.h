@@ -40,6 +40,7 @@ __attribute__((noinline)) void multiply(const cpu::SmallProduct& p) {
 }  // namespace
 
 void multiply(const cpu::SmallProduct& product) {
+  if (product.dtype == DType::kFloat32) return multiply<float>(product);
   product.dtype == DType::kBFloat16 ? multiply<BFloat16>(product) : multiply<Float16>(product);
 }
 
