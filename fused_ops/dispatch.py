@@ -4,8 +4,8 @@
 A table of choices, each measured on some machine, says for which sizes an alternative is faster than the default. The
 defaults are torch's own matrix product (MKL or OpenBLAS for float32) and the fused block; the alternatives are oneDNN's
 product and torch's own operators. Products of small float16 or bfloat16 matrices, at most some thousand
-multiplications, and of very small float32 ones are a loop of this package by default. A choice holds for all sizes between the same powers of
-two: 512 to 1023 are one. Results differ between choices by rounding only.
+multiplications, and of very small float32 ones are a loop of this package by default. A choice holds for all sizes
+between the same powers of two: 512 to 1023 are one. Results differ between choices by rounding only.
 
 The table is made of, later ones overriding earlier ones:
 
