@@ -6,7 +6,8 @@
 //
 // An error is in units of epsilon (2^-23 in float) times the exact value; of a derivative, times the sum of the
 // magnitudes of its terms. Below the normal range it is in units of the smallest subnormal number, times |x|^3 if that
-// is above 1: by such a factor a result can be larger than one from which it is made.
+// is above 1: by such a factor a result can be larger than one from which it is made. Of a Function16 it is in units of
+// 2^-20, of a value times |x|.
 #include <math.h>
 #include <stdint.h>
 
@@ -173,6 +174,15 @@ std::vector<T> numbers(int64_t points) {
   return all;
 }
 
+void print(const char* activation, const char* oracle, const char* type, const double* parameters, uint64_t digest,
+           const Worst& value, const Worst& derivative) {
+  std::printf(
+      "{\"activation\": \"%s\", \"oracle\": \"%s\", \"type\": \"%s\", \"parameters\": [%g, %g], \"digest\": "
+      "\"%016llx\", \"value\": %.4g, \"value_at\": %.9g, \"derivative\": %.4g, \"derivative_at\": %.9g}",
+      activation, oracle, type, parameters[0], parameters[1], static_cast<unsigned long long>(digest), value.error,
+      value.at, derivative.error, derivative.at);
+}
+
 template <class Activation, Name oracle, class T, class R>
 void sweep(const double* parameters, const std::vector<T>& x) {
   const typename Activation::template Function<T> function(parameters);
@@ -190,25 +200,42 @@ void sweep(const double* parameters, const std::vector<T>& x) {
         digest = (digest ^ bit_cast<typename DecayConstants<T>::Bits>(result)) * 1099511628211u;
     }
   }
-  std::printf(
-      "{\"activation\": \"%s\", \"oracle\": \"%s\", \"type\": \"%s\", \"parameters\": [%g, %g], \"digest\": "
-      "\"%016llx\","
-      " \"value\": %.4g, \"value_at\": %.9g, \"derivative\": %.4g, \"derivative_at\": %.9g}",
-      Activation::kName, oracle.text, sizeof(T) == sizeof(float) ? "float32" : "float64", parameters[0], parameters[1],
-      static_cast<unsigned long long>(digest), worst_value.error, worst_value.at, worst_derivative.error,
-      worst_derivative.at);
+  print(Activation::kName, oracle.text, sizeof(T) == sizeof(float) ? "float32" : "float64", parameters, digest,
+        worst_value, worst_derivative);
 }
 
-template <class Activation>
-void evaluate(const double* parameters, float x) {
-  const typename Activation::template Function<float> function(parameters);
+template <class Activation, Name oracle, class Function>
+void sweep16(const std::vector<float>& x) {
+  const double none[kMaxActivationParameters] = {};
+  Worst worst_value, worst_derivative;
+  uint64_t digest = 14695981039346656037u;
+  for (size_t begin = 0; begin < x.size(); begin += kBlock) {
+    float value[kBlock], derivative[kBlock];
+    apply<Activation>(Function(none), &x[begin], value, derivative);
+    for (int i = 0; i < kBlock; ++i) {
+      const float input = x[begin + size_t(i)];
+      const Exact<double> expected = exact<oracle, float, double>(none, input, value[i]);
+      const auto note = [&](Worst& worst, float result, double wanted, double unit) {
+        const double error = std::fabs(double(result) - wanted) / (unit * 0x1p-20);
+        if (!(error <= worst.error)) worst = {error == error ? error : std::numeric_limits<double>::max(), input};
+        digest = (digest ^ bit_cast<uint32_t>(result)) * 1099511628211u;
+      };
+      note(worst_value, value[i], expected.value, std::max(std::fabs(double(input)), 0x1p-126));
+      note(worst_derivative, derivative[i], expected.derivative, 1);
+    }
+  }
+  print(Activation::kName, oracle.text, "16 bits", none, digest, worst_value, worst_derivative);
+}
+
+template <class Activation, class Function>
+void evaluate(const char* type, const double* parameters, float x) {
   float xs[kBlock], value[kBlock], derivative[kBlock];
   std::fill(xs, xs + kBlock, x);
-  apply<Activation>(function, xs, value, derivative);
+  apply<Activation>(Function(parameters), xs, value, derivative);
   std::printf(
-      "{\"activation\": \"%s\", \"parameters\": [%g, %g], \"x\": \"%.9g\", \"value\": \"%.9g\", "
+      "{\"activation\": \"%s\", \"type\": \"%s\", \"parameters\": [%g, %g], \"x\": \"%.9g\", \"value\": \"%.9g\", "
       "\"derivative\": \"%.9g\"}",
-      Activation::kName, parameters[0], parameters[1], double(x), double(value[0]), double(derivative[0]));
+      Activation::kName, type, parameters[0], parameters[1], double(x), double(value[0]), double(derivative[0]));
 }
 
 const char* separator() {
@@ -246,15 +273,26 @@ int main(int argument_count, char** arguments) {
       sweep<Activation, Activation::kName, float, double>(parameters, floats);
       std::printf("%s", separator());
       sweep<Activation, Activation::kName, double, long double>(parameters, doubles);
+      if constexpr (requires { typename Activation::Function16; }) {
+        std::printf("%s", separator());
+        sweep16<Activation, Activation::kName, typename Activation::Function16>(floats);
+      }
     });
-    // A function that is nearly the oracle's: its error must be seen.
+    // Functions that are nearly the oracle's: their errors must be seen.
     const double none[kMaxActivationParameters] = {};
     std::printf("%s", separator());
     sweep<GELUTanh, "gelu", float, double>(none, floats);
+    std::printf("%s", separator());
+    sweep16<GELU, "gelu_tanh", GELU::Function16>(floats);
   } else if (command == "at") {
     for (int i = 2; i < argument_count; ++i)
       for_each_activation([&]<class Activation>(const double* parameters) {
-        evaluate<Activation>(parameters, std::strtof(arguments[i], nullptr));
+        const float x = std::strtof(arguments[i], nullptr);
+        evaluate<Activation, typename Activation::template Function<float>>("float32", parameters, x);
+        if constexpr (requires { typename Activation::Function16; }) {
+          std::printf("%s", separator());
+          evaluate<Activation, typename Activation::Function16>("16 bits", parameters, x);
+        }
       });
   } else {
     std::fprintf(stderr, "activation_accuracy sweep <points> | at <x> <x> ...\n");

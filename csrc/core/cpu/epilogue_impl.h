@@ -30,10 +30,8 @@ struct Loops {
   bool masks;
 };
 
-template <class Activation, class T>
+template <class Activation, class T, class Function>
 struct LoopsOf {
-  using Function = typename Activation::template Function<T>;
-
   __attribute__((noinline)) static void value(const double* parameters, T* value, const T* x, int64_t n) {
     const Function function(parameters);
     FUSED_OPS_ELEMENTWISE
@@ -59,12 +57,12 @@ struct LoopsOf {
   }
 };
 
-template <class T>
+template <class T, class Storage>
 Loops<T> find_loops(int activation) {
   Loops<T> loops{};
   visit_activation(activation, [&]<class Activation>() {
-    loops = {&LoopsOf<Activation, T>::value, &LoopsOf<Activation, T>::scale, &LoopsOf<Activation, T>::both,
-             kMasks<Activation>};
+    using Of = LoopsOf<Activation, T, typename FunctionFor<Activation, T, Storage>::Type>;
+    loops = {&Of::value, &Of::scale, &Of::both, kMasks<Activation>};
   });
   return loops;
 }
@@ -302,7 +300,7 @@ void visit_storage(DType dtype, Work&& work) {
 void activate(const Activate& pass, int threads) {
   const cpu::Tiling tiling = cpu::tile(pass.rows, pass.columns, pass.stride);
   visit_storage(pass.dtype, [&]<class T, class Storage>() {
-    const Loops<T> loops = find_loops<T>(pass.activation);
+    const Loops<T> loops = find_loops<T, Storage>(pass.activation);
     run_units(tiling.row_chunks * tiling.column_chunks, threads_for(pass.rows * pass.columns, threads),
               [&](int64_t unit) { activate_unit<T, Storage>(pass, tiling, loops, unit); });
   });
@@ -311,7 +309,7 @@ void activate(const Activate& pass, int threads) {
 void differentiate(const Differentiate& pass, int threads) {
   const cpu::Tiling tiling = cpu::tile(pass.rows, pass.columns, pass.stride);
   visit_storage(pass.dtype, [&]<class T, class Storage>() {
-    const Loops<T> loops = find_loops<T>(pass.activation);
+    const Loops<T> loops = find_loops<T, Storage>(pass.activation);
     T* const sums = static_cast<T*>(pass.workspace);
     T* const up_sums = pass.grad_bias ? sums + tiling.row_chunks * pass.columns : sums;
     T* const workspace = pass.grad_bias ? sums : nullptr;
