@@ -154,27 +154,17 @@ _ONEDNN = {
     },
 }
 
-# Measured on 2 cores with AVX-512: where stock's GELU, of a simpler formula, beats the fused layer.
-_STOCK = {
-    "GenuineIntel": (
-        ("gelu", "bfloat16", 512, 768, 3072),
-        ("gelu", "bfloat16", 2048, 1024, 4096),
-        ("gelu", "bfloat16", 65536, 64, 64),
-    )
-}
-
 _current: list[Choice] = []
 
 
 def default_choices() -> list[Choice]:
     """The choices that this package brings for this processor."""
     vendor = _first_value("/proc/cpuinfo", "vendor_id", "")
-    products = [
+    return [
         Choice(operation, dtype, m, k, n, "onednn")
         for dtype, rows in _ONEDNN.get(vendor, {}).items()
         for operation, m, k, n in rows
     ]
-    return products + [Choice(*row, "stock", training=False) for row in _STOCK.get(vendor, ())]
 
 
 def _processor() -> str:
