@@ -94,7 +94,7 @@ def unchanged(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     other_levels = directory / "other_levels.cpp"
     other_levels.write_text(OTHER_LEVELS)
     core = ROOT / "csrc/core"
-    sources = [core / "cpu/walk.cpp", ROOT / "tests/native/walk_test.cpp", other_levels]
+    sources = [core / "cpu/walk.cpp", core / "cpu/level.cpp", ROOT / "tests/native/walk_test.cpp", other_levels]
     return [compile_object("-O1", source, core, directory) for source in sources]
 
 

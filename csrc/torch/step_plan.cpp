@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "core/cpu/level.h"
 #include "torch/checks.h"
 #include "torch/feed_forward_python.h"
 

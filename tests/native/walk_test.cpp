@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/cpu/level.h"
 #include "core/cpu/walk.h"
 #include "core/optim/list.h"
 

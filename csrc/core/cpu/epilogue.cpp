@@ -3,24 +3,17 @@
 #include "core/cpu/epilogue.h"
 
 #include "core/cpu/epilogue_tiles.h"
-#include "core/cpu/walk.h"
+#include "core/cpu/level.h"
 
 namespace fused_ops {
 
-#define FUSED_OPS_DECLARE(level)                    \
-  namespace level {                                 \
-  void activate(const Activate& pass, int threads); \
-  void differentiate(const Differentiate&, int);    \
-  }
-inline FUSED_OPS_DECLARE(baseline)
+FUSED_OPS_AT_EVERY_LEVEL(void activate(const Activate& pass, int threads);
+                         void differentiate(const Differentiate& pass, int threads);)
 #if defined(__x86_64__)
-    FUSED_OPS_DECLARE(avx2) FUSED_OPS_DECLARE(avx512)
-
-        namespace avx512_bf16 {
-  void narrow_run(uint16_t* to, const float* from, int64_t n);
+namespace avx512_bf16 {
+void narrow_run(uint16_t* to, const float* from, int64_t n);
 }
 #endif
-#undef FUSED_OPS_DECLARE
 
 namespace cpu {
 
@@ -35,13 +28,7 @@ bool narrow_by_instruction([[maybe_unused]] uint16_t* to, [[maybe_unused]] const
   return false;
 }
 
-void activate(const Activate& pass, int threads) {
-#if defined(__x86_64__)
-  if (chosen_level() >= Level::kAvx512) return avx512::activate(pass, threads);
-  if (chosen_level() == Level::kAvx2) return avx2::activate(pass, threads);
-#endif
-  baseline::activate(pass, threads);
-}
+void activate(const Activate& pass, int threads) { FUSED_OPS_OF_LEVEL(activate)(pass, threads); }
 
 int64_t workspace_bytes(const Differentiate& pass) {
   const int64_t sums = (pass.grad_bias != nullptr) + (pass.grad_up_bias != nullptr);
@@ -49,13 +36,7 @@ int64_t workspace_bytes(const Differentiate& pass) {
   return sums * tiling.row_chunks * pass.columns * (pass.dtype == DType::kFloat64 ? 8 : 4);
 }
 
-void differentiate(const Differentiate& pass, int threads) {
-#if defined(__x86_64__)
-  if (chosen_level() >= Level::kAvx512) return avx512::differentiate(pass, threads);
-  if (chosen_level() == Level::kAvx2) return avx2::differentiate(pass, threads);
-#endif
-  baseline::differentiate(pass, threads);
-}
+void differentiate(const Differentiate& pass, int threads) { FUSED_OPS_OF_LEVEL(differentiate)(pass, threads); }
 
 }  // namespace cpu
 }  // namespace fused_ops

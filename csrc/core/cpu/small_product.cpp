@@ -2,31 +2,12 @@
 // Hands the product to the loop of the chosen instruction set.
 #include "core/cpu/small_product.h"
 
-#include "core/cpu/walk.h"
+#include "core/cpu/level.h"
 
 namespace fused_ops {
 
-inline namespace baseline {
-void multiply(const cpu::SmallProduct& product);
-}
-#if defined(__x86_64__)
-namespace avx2 {
-void multiply(const cpu::SmallProduct& product);
-}
-namespace avx512 {
-void multiply(const cpu::SmallProduct& product);
-}
-#endif
+FUSED_OPS_AT_EVERY_LEVEL(void multiply(const cpu::SmallProduct& product);)
 
-namespace cpu {
+void cpu::multiply(const SmallProduct& product) { FUSED_OPS_OF_LEVEL(multiply)(product); }
 
-void multiply(const SmallProduct& product) {
-#if defined(__x86_64__)
-  if (chosen_level() >= Level::kAvx512) return avx512::multiply(product);
-  if (chosen_level() == Level::kAvx2) return avx2::multiply(product);
-#endif
-  baseline::multiply(product);
-}
-
-}  // namespace cpu
 }  // namespace fused_ops

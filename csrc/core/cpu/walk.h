@@ -28,14 +28,6 @@ using WalkFunction = void (*)(const Walk&);
 // Runs `optimizer` (an index into Optimizers) with the given set of states, in double if `in_double`, else in float.
 void run(int optimizer, unsigned states, bool in_double, const Walk& walk);
 
-enum class Level { kBaseline, kAvx2, kAvx512, kAvx512Bf16 };
-constexpr int kLevelCount = 4;
-const char* level_name(Level level);
-bool level_compiled(Level level);
-bool level_supported(Level level);  // compiled, and this machine has the instructions
-Level chosen_level();               // the highest supported, or what FUSED_OPS_CPU_LEVEL names
-const char* unusable_level();       // what FUSED_OPS_CPU_LEVEL names, if that is no supported level; else null
-
 // Scales n floats (a multiple of 64) by 1.0 in place, `repetitions` times, as four streams side by side like an
 // optimizer's operands, asking for memory ahead: the bandwidth limit that benchmarks compare with.
 void read_modify_write(float* data, int64_t n, int repetitions, int threads);
