@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
-from bench_optimizers import describe_machine
+from common import add_arguments, describe_machine, write
 from contenders import OURS
 from linear_contenders import (
     ACCUMULATING,
@@ -176,23 +173,14 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--activations", nargs="+", choices=activations, default=activations)
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="the floors are for 2")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--seconds", type=float, default=3.0, help="time to spend on the rounds of a row")
-    parser.add_argument("--quick", action="store_true", help="half a second a row")
-    parser.add_argument("--compile", action="store_true", help="add torch.compile of stock (slow to compile)")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a floor is missed")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
+    add_arguments(parser, seconds=3.0, quick="half a second a row", compiled="add torch.compile of stock")
     return parser.parse_args(arguments)
 
 
-def write(results: list[dict[str, Any]], machine: dict[str, Any], options: argparse.Namespace) -> list[LinearVerdict]:
-    """Writes the record and the table; returns how the floors fared."""
+def record(results: list[dict[str, Any]], machine: dict[str, Any], options: argparse.Namespace) -> list[LinearVerdict]:
+    """Writes what was measured; returns how the floors fared."""
     verdicts = judge(results) if options.device.type == "cpu" else []
-    options.output.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine, "rows": results, "floors": [str(verdict) for verdict in verdicts]}
-    (options.output / "linear.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.output / "linear.md").write_text(markdown(machine, results, verdicts))
+    write(options.output, "linear", results, machine, verdicts, markdown(machine, results, verdicts))
     return verdicts
 
 
@@ -209,12 +197,12 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows:
         progress.advance(0, str(row))
         results.append(measure(row, options))
-        write(results, machine, options)  # what was measured outlives an interruption
+        record(results, machine, options)  # what was measured outlives an interruption
         progress.advance(1, str(row))
         gc.collect()
     progress.clear()
 
-    verdicts = write(results, machine, options)
+    verdicts = record(results, machine, options)
     print(markdown_table(results))
     for verdict in verdicts:
         print(verdict)

@@ -13,17 +13,13 @@ and optimizers.md to the output directory after every row, and optimizers.png at
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
-import json
-import os
-import platform
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from common import add_arguments, describe_machine, write
 from contenders import (
     OPTIMIZERS,
     OURS,
@@ -52,8 +48,6 @@ from measurement import (
 from parameter_sets import PARAMETER_SETS, ParameterSet, make_parameters
 from progress import Progress
 from report import markdown, markdown_table, plot
-
-import fused_ops
 
 LIMIT = "bandwidth limit"
 MODEL_SETS = ("a", "b", "c", "d")
@@ -207,53 +201,20 @@ def measure(row: Row, options: argparse.Namespace, limit: BandwidthLimit) -> dic
     return result
 
 
-def describe_machine(options: argparse.Namespace) -> dict[str, Any]:
-    processor = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as file:
-            processor = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    machine = {
-        "date": datetime.date.today().isoformat(),
-        "processor": processor,
-        "cores": os.cpu_count(),
-        "threads": options.threads,
-        "torch": torch.__version__,
-        "CPU capability of torch": torch.backends.cpu.get_cpu_capability(),
-        "python": platform.python_version(),
-        "fused_ops": getattr(fused_ops, "__version__", "unknown"),
-    }
-    if options.device.type == "cuda":
-        machine["device"] = torch.cuda.get_device_name(options.device)
-    if hasattr(os, "getloadavg"):
-        machine["load before"] = round(os.getloadavg()[0], 2)
-    return machine
-
-
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="+", choices=PARAMETER_SETS, default=list(PARAMETER_SETS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    parser.add_argument("--threads", type=int, default=min(2, os.cpu_count() or 1), help="the floors are for 2")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
-    parser.add_argument("--seconds", type=float, default=6.0, help="time to spend on the rounds of a row")
-    parser.add_argument("--quick", action="store_true", help="one second a row")
-    parser.add_argument("--compile", action="store_true", help="add a compiled stock step on set d (slow to compile)")
+    add_arguments(parser, seconds=6.0, quick="one second a row", compiled="add a compiled stock step on set d")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out other installed packages")
-    parser.add_argument("--check", action="store_true", help="exit with 1 if a floor is missed")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args(arguments)
 
 
-def write(results: list[dict[str, Any]], machine: dict[str, Any], options: argparse.Namespace) -> list[Verdict]:
-    """Writes the record and the table; returns how the floors fared."""
+def record(results: list[dict[str, Any]], machine: dict[str, Any], options: argparse.Namespace) -> list[Verdict]:
+    """Writes what was measured; returns how the floors fared."""
     verdicts = judge(results) if options.device.type == "cpu" else []
-    options.output.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine, "rows": results, "floors": [str(verdict) for verdict in verdicts]}
-    (options.output / "optimizers.json").write_text(json.dumps(record, indent=1) + "\n")
-    (options.output / "optimizers.md").write_text(markdown(machine, results, verdicts))
+    write(options.output, "optimizers", results, machine, verdicts, markdown(machine, results, verdicts))
     return verdicts
 
 
@@ -275,12 +236,12 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"\nleft out: {row}: {str(error).splitlines()[0]}", file=sys.stderr)
         if options.device.type == "cuda":
             torch.cuda.empty_cache()
-        write(results, machine, options)  # what was measured outlives an interruption
+        record(results, machine, options)  # what was measured outlives an interruption
         progress.advance(1, str(row))
         gc.collect()
     progress.clear()
 
-    verdicts = write(results, machine, options)
+    verdicts = record(results, machine, options)
     print(markdown_table(results))
     for verdict in verdicts:
         print(verdict)
