@@ -6,7 +6,7 @@ All compute, with weights [out_features, in_features] as in torch.nn.functional.
     hidden = act(input @ weight.T + bias) [* (input @ up_weight.T + up_bias)]
     output = hidden [@ down_weight.T + down_bias]
 
-Backward keeps the pre-activations (of relu, relu6, hardtanh, leaky_relu, sigmoid and tanh the output instead) and
+Backward keeps the pre-activations (of relu, sigmoid and tanh the output instead) and
 re-derives `hidden` where the down projection's gradient wants it. Matrix products run in torch's own libraries; the
 activation, the gate and the bias are one pass over the result, their derivative and the bias gradients another.
 

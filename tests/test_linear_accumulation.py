@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from fused_ops import dispatch
@@ -231,6 +232,7 @@ def test_what_is_no_module_is_refused() -> None:
         (torch.zeros(6, 7, device="meta"), "to be on cpu"),
         (torch.zeros(6, 7).to_sparse(), "strided"),
         ([0.0], "strided Tensor"),
+        (torch.zeros(1, 7).expand(6, 7), "expanded|share memory"),
     ],
 )
 def test_a_main_grad_that_cannot_take_the_gradient_is_refused(main_grad: object, message: str) -> None:
@@ -293,20 +295,54 @@ def test_a_graph_that_saved_the_old_gradient_raises() -> None:
         product.backward()
 
 
-def test_two_threads_lose_no_update() -> None:
-    """Each adds ones times ones, exactly; without a lock a tenth of this many is lost."""
+@pytest.mark.parametrize("other", ["the fused layer", "stock's operator"])
+def test_two_threads_lose_no_update(other: str) -> None:
+    """Each adds ones times ones, exactly; without a lock, or with one of our own, some are lost."""
     layer = layers.LinearAct(256, 256, bias=False, activation="identity")
     layer.weight.grad = torch.zeros(256, 256)
     layers.accumulate_grad(layer)
-    steps = 300
+    steps = 1000
 
-    def work() -> None:
+    def work(function: Callable[[Tensor], Tensor]) -> None:
         for _ in range(steps):
-            layer(torch.ones(8, 256)).sum().backward()
+            function(torch.ones(8, 256)).sum().backward()
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
+    def stock(x: Tensor) -> Tensor:
+        return F.linear(x, layer.weight)
+
+    functions = [layer, layer if other == "the fused layer" else stock]
+    threads = [threading.Thread(target=work, args=(function,)) for function in functions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert bool((layer.weight.grad == 2 * steps * 8).all())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sum_dtype"),
+    [
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.bfloat16, torch.float64),
+    ],
+    ids=str,
+)
+def test_a_main_grad_of_any_dtype_is_rounded_once(dtype: torch.dtype, sum_dtype: torch.dtype) -> None:
+    """The factors are out of float16's range, unless they are in it, and the gradient is not."""
+    layer = layers.LinearAct(24, 40, bias=False, activation="identity").to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    large = 1.0 if dtype == torch.float16 else 1e5
+    x = (torch.randn(64, 24, generator=generator) / large).to(dtype)
+    grad_output = (large * torch.randn(64, 40, generator=generator)).to(dtype)
+    start = torch.randn(40, 24, generator=generator).to(sum_dtype)
+    layer.weight.main_grad = start.clone()
+    layers.accumulate_grad(layer)
+    layer(x).backward(grad_output)
+    exact = start.double() + grad_output.double().t() @ x.double()
+    terms = grad_output.double().abs().t() @ x.double().abs()
+    bound = (2**-50 if torch.float64 in (dtype, sum_dtype) else 2**-22) * terms
+    bound += 0.5001 * torch.finfo(sum_dtype).eps * exact.abs()
+    assert bool(((layer.weight.main_grad.double() - exact).abs() <= bound).all())

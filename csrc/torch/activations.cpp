@@ -80,7 +80,7 @@ constexpr AtenActivation kAtenActivations[] = {
     {"tanh", [](const Tensor& x, Parameters) { return at::tanh(x); },
      [](const Tensor& g, const Tensor& y, Parameters) { return at::tanh_backward(g, y); }},
     {"leaky_relu", [](const Tensor& x, Parameters p) { return at::leaky_relu(x, p[0]); },
-     [](const Tensor& g, const Tensor& y, Parameters p) { return at::leaky_relu_backward(g, y, p[0], true); }},
+     [](const Tensor& g, const Tensor& x, Parameters p) { return at::leaky_relu_backward(g, x, p[0], false); }},
     {"elu", [](const Tensor& x, Parameters p) { return at::elu(x, p[0]); },
      [](const Tensor& g, const Tensor& x, Parameters p) { return at::elu_backward(g, p[0], 1, 1, false, x); }},
     {"selu", [](const Tensor& x, Parameters) { return at::selu(x); },
@@ -92,9 +92,9 @@ constexpr AtenActivation kAtenActivations[] = {
     {"softplus", [](const Tensor& x, Parameters p) { return at::softplus(x, p[0], p[1]); },
      [](const Tensor& g, const Tensor& x, Parameters p) { return at::softplus_backward(g, x, p[0], p[1]); }},
     {"hardtanh", [](const Tensor& x, Parameters p) { return at::hardtanh(x, p[0], p[1]); },
-     [](const Tensor& g, const Tensor& y, Parameters p) { return at::hardtanh_backward(g, y, p[0], p[1]); }},
+     [](const Tensor& g, const Tensor& x, Parameters p) { return at::hardtanh_backward(g, x, p[0], p[1]); }},
     {"relu6", [](const Tensor& x, Parameters) { return at::relu6(x); },
-     [](const Tensor& g, const Tensor& y, Parameters) { return at::hardtanh_backward(g, y, 0, 6); }},
+     [](const Tensor& g, const Tensor& x, Parameters) { return at::hardtanh_backward(g, x, 0, 6); }},
     {"hardswish", [](const Tensor& x, Parameters) { return at::hardswish(x); },
      [](const Tensor& g, const Tensor& x, Parameters) { return at::hardswish_backward(g, x); }},
     {"hardsigmoid", [](const Tensor& x, Parameters) { return at::hardsigmoid(x); },
@@ -155,7 +155,6 @@ const ActivationCall& identity() {
 bool is_fusible(const ActivationCall& call) {
   const std::string_view name = aten_activation(call.index).name;
   if (name == "celu") return call.parameters[0] > 0;
-  if (name == "leaky_relu") return call.parameters[0] >= 0;
   if (name == "hardtanh") return call.parameters[0] <= call.parameters[1];
   return true;
 }

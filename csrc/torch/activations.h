@@ -26,8 +26,7 @@ ActivationCall find_activation(std::string_view name, at::ArrayRef<double> param
 
 const ActivationCall& identity();
 
-// Whether the parameters are such that the derivative can be had from what is saved: a leaky_relu of negative slope has
-// the same output for two inputs.
+// Whether the native loops take the parameters.
 bool is_fusible(const ActivationCall& call);
 
 // Whether the CPU loops compute it one element at a time: erfc and log1p of a double are libm's.

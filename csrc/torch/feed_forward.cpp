@@ -6,10 +6,6 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/sum.h>
 
-#include <functional>
-#include <iterator>
-#include <mutex>
-
 #include "core/cpu/epilogue.h"
 #include "torch/buffer_pool.h"
 #include "torch/checks.h"
@@ -102,15 +98,19 @@ at::Tensor weight_gradient(const at::Tensor& rows, const at::Tensor& input, cons
   return product(Role::kGradWeight, rows, input);
 }
 
-// As autograd's own accumulation: one thread at a time, and whoever saved the old value is told.
-void accumulate(const at::Tensor& into, const at::Tensor& rows, const at::Tensor& input) {
-  static std::mutex mutexes[16];
-  const std::lock_guard lock(mutexes[std::hash<const void*>()(into.unsafeGetTensorImpl()) / 64 % std::size(mutexes)]);
-  into.unsafeGetTensorImpl()->bump_version();
-  if (into.scalar_type() == rows.scalar_type())
-    into.addmm_(transposed(rows), input);
+// Adds rows^T times input, rounded once to the sum's dtype, as autograd's own accumulation: whoever saved the old value
+// is told. False where the sum is no leaf's gradient any more.
+bool add(const GradientSum& sum, const at::Tensor& rows, const at::Tensor& input) {
+  const std::lock_guard lock(*sum.mutex);
+  if (sum.leaf.defined() && !sum.leaf.grad().is_same(sum.into)) return false;
+  sum.into.unsafeGetTensorImpl()->bump_version();
+  const at::ScalarType dtype = c10::promoteTypes(sum.into.scalar_type(), rows.scalar_type());
+  const at::Tensor left = transposed(rows).to(dtype), right = input.to(dtype);
+  if (dtype == sum.into.scalar_type())
+    sum.into.addmm_(left, right);
   else
-    into.addmm_(rows.t().to(into.scalar_type()), input.to(into.scalar_type()));
+    sum.into.add_(at::mm(left, right));
+  return true;
 }
 
 }  // namespace
@@ -173,8 +173,8 @@ void check_operands(const Operands& operands) {
 bool is_native(const Operands& operands) {
   for (const at::Tensor& tensor : operands) {
     if (!tensor.defined()) continue;
-    if (tensor.layout() != at::kStrided || !(tensor.is_cpu() || tensor.is_cuda()) || tensor.is_complex() ||
-        !storage_type(tensor.scalar_type()))
+    if (tensor.layout() != at::kStrided || tensor.is_nested() || !(tensor.is_cpu() || tensor.is_cuda()) ||
+        tensor.is_complex() || !storage_type(tensor.scalar_type()))
       return false;
   }
   return true;
@@ -231,7 +231,7 @@ Forward forward(const ActivationCall& activation, const Operands& operands, bool
 
 Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, const Operands& operands,
                   const at::Tensor& saved, const at::Tensor& up, const std::array<bool, kOperands>& wanted,
-                  bool overwrite, const Operands& accumulate_into) {
+                  bool overwrite, const GradientSums& sums) {
   Operands grads;
   const bool down = operands[kDownWeight].defined() || wanted[kDownWeight] || wanted[kDownBias];
   const bool hidden_wanted = wanted[kDownWeight];
@@ -240,11 +240,8 @@ Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, 
   const at::Tensor grad_rows = rows_of(grad_out).contiguous();
 
   const auto weight_grad = [&](Operand operand, const at::Tensor& rows, const at::Tensor& input) {
-    if (!wanted[operand]) return;
-    if (accumulate_into[operand].defined())
-      accumulate(accumulate_into[operand], rows, input);
-    else
-      grads[operand] = weight_gradient(rows, input, operands[operand]);
+    if (!wanted[operand] || (sums[operand].into.defined() && add(sums[operand], rows, input))) return;
+    grads[operand] = weight_gradient(rows, input, operands[operand]);
   };
 
   at::Tensor grad_hidden = grad_rows;

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <mutex>
 #include <optional>
 #include <string>
 
@@ -33,12 +34,21 @@ bool is_native(const Operands& operands);
 
 Forward forward(const ActivationCall& activation, const Operands& operands, bool training);
 
+// Where the gradient of a weight is added instead of being returned, if it is defined: by one thread at a time, and if
+// it is a leaf's .grad, as long as it is that.
+struct GradientSum {
+  at::Tensor into;
+  std::mutex* mutex = nullptr;
+  at::Tensor leaf;  // undefined: `into` is no .grad
+};
+using GradientSums = std::array<GradientSum, kOperands>;
+
 // The gradients of the operands that are `wanted`. Of the operands, those are needed that the wanted ones are made of:
 // input for weights, weights for input. With `overwrite`, saved and up are nobody else's any more and may be written
-// to. A defined `accumulate_into` takes the gradient of that weight by addition instead of it being returned.
+// to.
 Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, const Operands& operands,
                   const at::Tensor& saved, const at::Tensor& up, const std::array<bool, kOperands>& wanted,
-                  bool overwrite, const Operands& accumulate_into = {});
+                  bool overwrite, const GradientSums& sums = {});
 
 // What `forward` saves where it saves neither the output nor nothing: act(pre) where the activation is differentiated
 // from its output, else pre; with its bias.

@@ -5,6 +5,7 @@
 // differentiated finds it connected to the graph and can be a composition of aten operators. Function transforms,
 // forward-mode derivatives, and tensors that are no plain CPU or CUDA ones get the composition from the start.
 #include <ATen/FuncTorchTLS.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
@@ -138,38 +139,51 @@ struct BlockCall : torch::CustomClassHolder {
   Operands main_grads;  // where to, if not to .grad
 };
 
-// The leaf whose gradient may be added to in place of a return from backward: nobody listens to it.
-bool is_silent_leaf(const Tensor& weight) {
-  if (!weight.is_leaf() || !torch::autograd::impl::hooks(weight).empty()) return false;
-  if (torch::autograd::impl::post_acc_grad_hooks(weight)) return false;
-  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
-  return !accumulator || (accumulator->pre_hooks().empty() && accumulator->post_hooks().empty() &&
-                          accumulator->tensor_pre_hooks().empty());
+// What autograd's own accumulation locks.
+struct AccumulationMutex : torch::autograd::Node {
+  static std::mutex& of(torch::autograd::Node& accumulator) { return accumulator.*(&AccumulationMutex::mutex_); }
+};
+
+// The mutex of a leaf whose gradient may be added to in place of a return from backward, since nobody listens to it;
+// null of others.
+std::mutex* mutex_of_silent_leaf(const Tensor& weight) {
+  if (!weight.is_leaf() || !torch::autograd::impl::hooks(weight).empty()) return nullptr;
+  if (torch::autograd::impl::post_acc_grad_hooks(weight)) return nullptr;
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);  // kept alive by the graph
+  if (!accumulator || !accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty() ||
+      !accumulator->tensor_pre_hooks().empty())
+    return nullptr;
+  return &AccumulationMutex::of(*accumulator);
 }
 
 // Where backward adds the gradients of weights; undefined where it returns them.
-Operands gradients_to_add_to(const BlockCall& call, const std::array<bool, kOperands>& wanted) {
-  Operands into;
+GradientSums gradients_to_add_to(const BlockCall& call, const std::array<bool, kOperands>& wanted) {
+  GradientSums sums;
   // Non-empty where torch.autograd.grad, or backward with inputs=, collects gradients itself.
-  if (!torch::autograd::get_current_graph_task_exec_info()->empty()) return into;
+  if (!torch::autograd::get_current_graph_task_exec_info()->empty()) return sums;
   for (const Operand operand : {kWeight, kUpWeight, kDownWeight}) {
     const Tensor& leaf = call.leaves[operand];
-    if (!wanted[operand] || !leaf.defined() || !leaf.requires_grad() || !is_silent_leaf(leaf)) continue;
+    if (!wanted[operand] || !leaf.defined() || !leaf.requires_grad()) continue;
+    std::mutex* const mutex = mutex_of_silent_leaf(leaf);
+    if (!mutex) continue;
     const Tensor& main_grad = call.main_grads[operand];
     if (main_grad.defined()) {
       if (!main_grad.is_floating_point() || main_grad.layout() != at::kStrided || main_grad.requires_grad() ||
-          !main_grad.sizes().equals(leaf.sizes()) || main_grad.device() != leaf.device())
+          !main_grad.sizes().equals(leaf.sizes()) || main_grad.device() != leaf.device() ||
+          at::has_internal_overlap(main_grad) == at::MemOverlap::Yes)
         fail("accumulate_grad: expected main_grad of a weight of shape ", describe(leaf.sizes()), " on ", leaf.device(),
-             " to be a strided floating-point tensor of its shape, there, that does not require grad, got ",
-             describe(main_grad.scalar_type()), " of shape ", describe(main_grad.sizes()), " on ", main_grad.device(),
+             " to be a strided floating-point tensor of its shape, there, that does not require grad and of which no ",
+             "elements share memory, got ", describe(main_grad.scalar_type()), " of shape ",
+             describe(main_grad.sizes()), " and strides ", describe(main_grad.strides()), " on ", main_grad.device(),
              ". Make another one.");
-      into[operand] = main_grad;
+      sums[operand] = {main_grad, mutex, {}};
       continue;
     }
+    const std::lock_guard lock(*mutex);
     const Tensor& grad = leaf.grad();
-    if (grad.defined() && !grad.requires_grad() && grad.layout() == at::kStrided) into[operand] = grad;
+    if (grad.defined() && !grad.requires_grad() && grad.layout() == at::kStrided) sums[operand] = {grad, mutex, leaf};
   }
-  return into;
+  return sums;
 }
 
 struct BlockFunction : torch::autograd::Function<BlockFunction> {
@@ -260,7 +274,10 @@ struct BlockFunction : torch::autograd::Function<BlockFunction> {
   static Operands compose_backward(const BlockCall& call, const variable_list& grads_out, const Operands& operands,
                                    const Tensor& saved, const Tensor& up, const std::array<bool, kOperands>& wanted) {
     Operands grads;
-    const auto rows = [](const Tensor& tensor) { return tensor.reshape({-1, tensor.size(-1)}); };
+    const auto rows = [](const Tensor& tensor) {
+      const c10::SymIntArrayRef sizes = tensor.sym_sizes();
+      return tensor.reshape_symint({c10::multiply_integers(sizes.begin(), sizes.end() - 1), sizes.back()});
+    };
     const auto sum = [](const Tensor& a, const Tensor& b) { return !a.defined() ? b : !b.defined() ? a : a + b; };
     const auto weight_grad = [&](Operand operand, const Tensor& grad, const Tensor& input) {
       if (wanted[operand] && grad.defined()) grads[operand] = at::mm(grad.t(), input);

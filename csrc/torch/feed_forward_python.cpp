@@ -2,6 +2,7 @@
 #include "torch/feed_forward_python.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -63,7 +64,10 @@ at::Tensor run(PyObject* const* arguments, Py_ssize_t count) {
   const auto compute = [&] {
     return feed_forward(operands, {name, size_t(length)}, parameters, accumulate, main_grads);
   };
-  if (operands[kInput].is_cpu() && operands[kInput].numel() * operands[kWeight].size(0) < kBriefWork) return compute();
+  // Autocast has a lock that other threads hold while they wait for the interpreter's.
+  if (operands[kInput].is_cpu() && !at::autocast::is_autocast_enabled(at::kCPU) &&
+      operands[kInput].numel() * operands[kWeight].size(0) < kBriefWork)
+    return compute();
   const py::gil_scoped_release release;
   return compute();
 }

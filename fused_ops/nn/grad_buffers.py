@@ -50,6 +50,8 @@ def _unusable(weight: Tensor) -> str | None:
         return "to be of a floating-point dtype and not to require grad"
     if grad.shape != weight.shape or grad.device != weight.device:
         return f"to have shape {tuple(weight.shape)} and to be on {weight.device}"
+    if any(stride == 0 and size > 1 for stride, size in zip(grad.stride(), grad.shape, strict=True)):
+        return f"to have memory for each element, got an expanded one of strides {grad.stride()}"
     return None
 
 

@@ -7,7 +7,7 @@
 // An error is in units of epsilon (2^-23 in float) times the exact value; of a derivative, times the sum of the
 // magnitudes of its terms. Below the normal range it is in units of the smallest subnormal number, times |x|^3 if that
 // is above 1: by such a factor a result can be larger than one from which it is made. Of a Function16 it is in units of
-// 2^-20, of a value times |x|.
+// 2^-12, also times the value or the terms, but at most 2^-19 |x| and 2^-17, and at least 2^-115.
 #include <math.h>
 #include <stdint.h>
 
@@ -215,13 +215,13 @@ void sweep16(const std::vector<float>& x) {
     for (int i = 0; i < kBlock; ++i) {
       const float input = x[begin + size_t(i)];
       const Exact<double> expected = exact<oracle, float, double>(none, input, value[i]);
-      const auto note = [&](Worst& worst, float result, double wanted, double unit) {
-        const double error = std::fabs(double(result) - wanted) / (unit * 0x1p-20);
+      const auto note = [&](Worst& worst, float result, double wanted, double scale, double most) {
+        const double error = std::fabs(double(result) - wanted) / std::max(0x1p-115, std::min(0x1p-12 * scale, most));
         if (!(error <= worst.error)) worst = {error == error ? error : std::numeric_limits<double>::max(), input};
         digest = (digest ^ bit_cast<uint32_t>(result)) * 1099511628211u;
       };
-      note(worst_value, value[i], expected.value, std::max(std::fabs(double(input)), 0x1p-126));
-      note(worst_derivative, derivative[i], expected.derivative, 1);
+      note(worst_value, value[i], expected.value, std::fabs(expected.value), 0x1p-19 * std::fabs(double(input)));
+      note(worst_derivative, derivative[i], expected.derivative, expected.scale, 0x1p-17);
     }
   }
   print(Activation::kName, oracle.text, "16 bits", none, digest, worst_value, worst_derivative);
