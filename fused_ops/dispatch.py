@@ -13,7 +13,8 @@ The table is made of, later ones overriding earlier ones:
 2. the file that tune() has written for this processor, number of threads and minor version of torch: see tuning_file();
 3. set_choices().
 
-FUSED_OPS_TUNING=off in the environment leaves the table empty, FUSED_OPS_TUNING=PATH names another file.
+FUSED_OPS_TUNING=off in the environment leaves the table empty at the start, and tune() then saves nothing;
+FUSED_OPS_TUNING=PATH names another file.
 """
 
 from __future__ import annotations
@@ -345,7 +346,7 @@ def _expect_measurable(shapes: Any, dtypes: Any, activations: Any, seconds: Any)
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise TypeError(f"tune: expected {name} to be a sequence, got {value!r}. Put it in a list.")
     for activation in activations:
-        if activation not in ACTIVATIONS:
+        if not isinstance(activation, str) or activation not in ACTIVATIONS:
             raise ValueError(f"tune: expected activations in ({', '.join(ACTIVATIONS)}), got {activation!r}. Name one.")
     if not isinstance(seconds, (int, float)) or not 0 <= seconds < float("inf"):
         raise TypeError(f"tune: expected seconds to be a number >= 0, got {seconds!r}. Each comparison takes as long.")
@@ -369,7 +370,7 @@ def tune(
         activations: names. Default: gelu, gelu_tanh, relu, silu.
         seconds: to spend on each comparison; there are (3 + 2 * activations) * shapes * dtypes of them. Default: 0.3.
         save: whether to write the result to tuning_file(), to be used by later processes, keeping what it holds for
-            other sizes. Default: True.
+            other sizes; not where FUSED_OPS_TUNING is off. Default: True.
         progress: whether to show a progress bar on a terminal. Default: True.
 
     Returns:
@@ -389,6 +390,7 @@ def tune(
     native = load_native()
     _expect_measurable(shapes, dtypes, activations, seconds)
     path = tuning_file()
+    save = save and _setting() != "off"
     if save:
         _expect_writable(path)
     for shape in shapes:
@@ -415,7 +417,7 @@ def tune(
             sys.stderr.flush()
 
     try:
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             _measure_all(native, shapes, dtypes, activations, seconds, note, found)
     except BaseException:
         set_choices(before)

@@ -6,9 +6,9 @@ All compute, with weights [out_features, in_features] as in torch.nn.functional.
     hidden = act(input @ weight.T + bias) [* (input @ up_weight.T + up_bias)]
     output = hidden [@ down_weight.T + down_bias]
 
-Backward keeps the pre-activations (of relu, sigmoid and tanh the output instead) and
-re-derives `hidden` where the down projection's gradient wants it. Matrix products run in torch's own libraries; the
-activation, the gate and the bias are one pass over the result, their derivative and the bias gradients another.
+Backward keeps the pre-activations (of relu, sigmoid and tanh the output instead) and re-derives `hidden` where the down
+projection's gradient wants it. Matrix products run in torch's own libraries; the activation, the gate and the bias are
+one pass over the result, their derivative and the bias gradients another.
 
 Dtypes: float32, float64, bfloat16 and float16, the same for all tensors; under torch.autocast they are converted.
 16-bit values are computed in float32. Devices: CPU and CUDA; anything else, function transforms (vmap, jvp, grad) and

@@ -150,10 +150,13 @@ def test_the_faster_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dispatch._faster("default", "alternative", 0.0)  # type: ignore[arg-type]
 
 
-def test_off_means_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_means_defaults(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FUSED_OPS_TUNING", "off")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     dispatch.reset()
     assert dispatch.choices() == []
+    assert dispatch.tune([(2, 3, 4)], seconds=0.0, progress=False)
+    assert not dispatch.tuning_file().exists()
 
 
 @pytest.mark.parametrize(
@@ -209,6 +212,7 @@ def test_choices_are_checked(arguments: tuple[Any, ...], message: str | None) ->
         ({"shapes": [(4, 4)]}, r"got \(4, 4\)"),
         ({"dtypes": [torch.int32]}, r"expected dtypes in \(float32, .*, got torch.int32"),
         ({"activations": ["foo"]}, r"expected activations in \(.*, got 'foo'"),
+        ({"activations": [["relu"]]}, r"expected activations in \(.*, got \['relu'\]"),
         ({"activations": [torch.nn.GELU()]}, r"expected activations in \(.*, got GELU"),
         ({"dtypes": ["float32"]}, r"expected dtypes in \(float32, .*, got 'float32'"),
         ({"shapes": [(True, 4, 4)]}, r"got \(True, 4, 4\)"),
@@ -248,7 +252,7 @@ def test_a_table_of_something_else_is_rejected(table: Any, message: str) -> None
 
 def test_tune_again_replaces_and_does_not_need_gradients() -> None:
     options: dict[str, Any] = {"dtypes": [torch.float64], "activations": ["relu"], "seconds": 0.0, "progress": False}
-    with torch.no_grad():
+    with torch.inference_mode():
         found = dispatch.tune([(8, 16, 16)], **options)
     assert {line.faster for line in found if line.operation in dispatch.PRODUCTS} == {"aten"}  # oneDNN has no float64
     dispatch.tune([(8, 16, 16)], **options)

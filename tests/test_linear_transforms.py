@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -282,3 +284,57 @@ def test_meta_tensors() -> None:
                 output = ours(form, "gelu", {}, tensors)
             assert output.is_meta
             assert output.shape == stock("gelu", {}, tensors).shape
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [(0, 4, 3), (3, 0, 2), (3, 4, 0), (0, 0, 2), (0, 3, 0)], ids=str)
+@pytest.mark.parametrize("batch", [(2,), (0,), (2, 3)], ids=str)
+def test_second_derivatives_of_what_is_empty(form: str, sizes: tuple[int, int, int], batch: tuple[int, ...]) -> None:
+    block = Block(form, "gelu", batch, *sizes, torch.float64)
+    pairs = []
+    for function in (block.fused, block.stock):
+        tensors = {name: tensor for name, tensor in block.tensors.items() if tensor is not None}
+        output = function(**tensors)
+        first = torch.autograd.grad(output, [*tensors.values()], torch.ones_like(output), create_graph=True)
+        total = sum(gradient.square().sum() for gradient in first)
+        pairs.append((output, *first, *torch.autograd.grad(total, [*tensors.values()], materialize_grads=True)))
+    assert_same(*pairs)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+def test_nested_input(layout: torch.layout) -> None:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.nested.nested_tensor([torch.randn(n, 4, generator=generator) for n in (2, 3)], layout=layout)
+    weight, bias = (torch.randn(size, generator=generator) for size in ((5, 4), (5,)))
+    outputs = [
+        ours("linear_act", "gelu", {}, {"input": x, "weight": weight, "bias": bias}),
+        stock("gelu", {}, {"input": x, "weight": weight, "bias": bias}),
+    ]
+    for mine, theirs in zip(*(output.unbind() for output in outputs), strict=True):
+        assert_same(mine, theirs)
+
+
+def test_threads_with_autocast_and_hooks_on_saved_tensors() -> None:
+    """Autocast's lock and the interpreter's, taken in both orders, would wait for each other for ever."""
+    program = """
+import threading, torch
+import fused_ops.functional
+weight, x = torch.nn.Parameter(torch.randn(5, 8)), torch.randn(3, 8, requires_grad=True)
+done = []
+def work():
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        for _ in range(8000):
+            with torch.autocast("cpu", torch.bfloat16):
+                fused_ops.functional.linear_act(x, weight, None, "silu")
+    done.append(True)
+threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(100)
+print(len(done), flush=True)
+import os; os._exit(0)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=400, check=True)
+    assert result.stdout.split() == ["3"]
