@@ -755,6 +755,22 @@ def test_nested_input() -> None:
     assert all(map(torch.equal, model(x).unbind(), expected))
 
 
+@pytest.mark.parametrize(
+    "act", [nn.LeakyReLU(0.3), nn.Hardtanh(-0.3, 0.8), nn.ReLU6()], ids=["leaky_relu", "hardtanh", "relu6"]
+)
+def test_output_changed_in_place(act: nn.Module) -> None:
+    model = build(lambda: sequential(act))
+    reference = copy.deepcopy(model)
+    assert fuse(model).replaced
+    outputs = []
+    for one in (model, reference):
+        x = 4 * data()
+        output = one(x.requires_grad_())
+        output += data(5, 9, seed=1)
+        outputs.append([output, *torch.autograd.grad(output.square().sum(), [x, *one.parameters()])])
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-9, atol=1e-11)
+
+
 HOOKS = ["register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"]
 
 
