@@ -327,6 +327,31 @@ class SelfGate(Gated):
         return self.down_proj(self.act_fn(gate) * gate)
 
 
+class InputDtype(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x.to(self.fc1.weight.dtype) if x.dtype == torch.float16 else x)))
+
+
+class OtherDtype(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.act(self.fc1(x)))
+        return self.fc2(self.act(x) if x.dtype == torch.float16 else x)
+
+
+class ReadsWeight(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x))) if self.fc1.weight.sum() < 1e9 else x
+
+
+class AsksChild(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x))) if self.fc1.extra_repr() else x
+
+
 class Draws(MLP):
     """Skips its layers at random, seldom."""
 
@@ -472,6 +497,10 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "tensor subclass": (with_(quantize), "0", "is a TensorSubclass"),
     "forward of its own": (with_(own_forward("0")), "0", "has a forward of its own"),
     "block with a forward of its own": (with_(own_forward(""), MLP), "fc1", "block whose forward is set"),
+    "dtype of its input": (InputDtype, "fc1", "looks at the dtype of its input"),
+    "dtype of a layer that is not fused": (OtherDtype, "fc1", "looks at the dtype of what norm returns"),
+    "values of a weight": (ReadsWeight, "fc1", "its forward uses sum of a tensor that is not its input"),
+    "a child's method": (AsksChild, "fc1", "its forward looks at fc1.extra_repr"),
     "mixed dtypes": (with_(lambda m: m.fc1.double(), MLP), "fc1", "its own forward does not run"),
     "no activation": (lambda: nn.Sequential(nn.Linear(FEATURES, 9)), "0", "no activation behind it"),
     "softmax": (lambda: sequential(nn.Softmax(-1)), "0", "no activation behind it"),
@@ -585,7 +614,7 @@ OWN_STATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[An
         lambda: None,
         lambda m: m.fc1.weight.data.clamp_(-0.01, 0.01),
         lambda m: m.fc1.weight.tolist(),
-        "its forward uses clamp_",
+        "its forward uses data",
     ),
     "item of a buffer": (
         lambda: None,
@@ -799,13 +828,225 @@ def test_global_hooks_fire() -> None:
     assert seen == ["Linear", "GELU", "Dropout", "Linear", "FusedMLP"]
 
 
-def test_own_attribute_changed_later() -> None:
-    model: Any = build(lambda: Halves(gate_last=False))
+class Branches(MLP):
+    """Its forward runs its activation twice if `asks`, a condition, says so."""
+
+    use = False
+
+    def __init__(self, asks: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.asks, self.flag, self.config, self.extra = asks, False, {"on": False}, None
+        self._flag, self.n = False, 1
+        self.inner = nn.Identity()
+        self.register_parameter("gamma", None)
+        self.register_buffer("mask", None)
+        self.register_module("late", None)
+        self.register_buffer("on", torch.zeros(()))
+
+    def condition(self) -> bool:
+        return bool(self.asks(self))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.fc1(x))
+        return self.fc2(self.act(x) if self.condition() else x)
+
+
+class OwnMethod(MLP):
+    def middle(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.middle(self.fc1(x)))
+
+
+def middle_of(model: Any) -> None:
+    model.middle = lambda x: 2 * model.act(x)
+
+
+def keep_forward(model: Any) -> None:
+    forward = model.forward
+    model.flag = True
+    vars(model)["forward"] = forward
+
+
+def parametrize_own(model: Any) -> None:
+    model.gain = nn.Parameter(torch.ones(()))
+    parametrize.register_parametrization(model, "gain", nn.Identity())
+
+
+def subclassed(model: Any) -> None:
+    model.__class__ = type("Sharded", (type(model),), {})
+    model.flag = True
+
+
+def branches(asks: Callable[[Any], Any]) -> Callable[[], nn.Module]:
+    return lambda: Branches(asks)
+
+
+def some_parameter() -> nn.Parameter:
+    return nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+def children_names(model: Any) -> list[str]:
+    return [name for name, _ in model.named_children()]
+
+
+# What the block's forward looks at, and what changes it later.
+STATE_LATER: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Any]]] = {
+    "attribute": (branches(lambda m: m.flag), set_("flag", lambda: True)),
+    "attribute with an underscore": (branches(lambda m: m._flag), set_("_flag", lambda: True)),
+    "attribute of the class": (branches(lambda m: m.use), set_("use", lambda: True)),
+    "new attribute": (branches(lambda m: hasattr(m, "news")), set_("news", lambda: 1)),
+    "deleted attribute": (branches(lambda m: not hasattr(m, "n")), lambda m: delattr(m, "n")),
+    "None, then a module": (branches(lambda m: m.extra is not None), set_("extra", nn.Identity)),
+    "None, then a child": (branches(lambda m: m.late is not None), set_("late", nn.Identity)),
+    "None, then a parameter": (branches(lambda m: m.gamma is not None), set_("gamma", some_parameter)),
+    "None, then a buffer": (branches(lambda m: m.mask is not None), set_("mask", some_parameter().detach)),
+    "new buffer": (
+        branches(lambda m: hasattr(m, "news")),
+        lambda m: m.register_buffer("news", torch.ones(1, dtype=torch.float64)),
+    ),
+    "new buffer, iterated": (
+        branches(lambda m: len(m._buffers) > 2),
+        lambda m: m.register_buffer(name="news", tensor=torch.ones(1), persistent=False),
+    ),
+    "new parameter": (
+        branches(lambda m: hasattr(m, "news")),
+        lambda m: m.register_parameter("news", some_parameter()),
+    ),
+    "buffer, then None": (branches(lambda m: m.on is None), set_("on", lambda: None)),
+    "deleted buffer": (branches(lambda m: not hasattr(m, "on")), lambda m: delattr(m, "on")),
+    "new child, by children()": (branches(lambda m: len(list(m.children())) > 5), set_("news", nn.Identity)),
+    "new child, by name": (
+        branches(lambda m: "news" in children_names(m)),
+        lambda m: m.register_module("news", nn.Identity()),
+    ),
+    "new child, behind its back": (
+        branches(lambda m: "news" in children_names(m)),
+        lambda m: m._modules.update(news=nn.Identity()),
+    ),
+    "child, then None": (branches(lambda m: m.inner is None), set_("inner", lambda: None)),
+    "child of another class": (branches(lambda m: isinstance(m.inner, nn.Tanh)), set_("inner", nn.Tanh)),
+    "value of a buffer": (branches(lambda m: m.on == 1), lambda m: m.on.fill_(1)),
+    "item of a buffer": (branches(lambda m: m.on.item() == 1), lambda m: m.on.fill_(1)),
+    "value of a tensor in a dict": (
+        with_(lambda m: m.config.update(on=torch.zeros(())), branches(lambda m: m.config["on"])),
+        lambda m: m.config["on"].fill_(1),
+    ),
+    "frozen weight": (branches(lambda m: not m.fc1.weight.requires_grad), lambda m: m.fc1.requires_grad_(False)),
+    "shape of a weight": (
+        branches(lambda m: m.fc1.weight.shape[0] != 9),
+        lambda m: (setattr(m, "fc1", nn.Linear(FEATURES, 7)), setattr(m, "fc2", nn.Linear(7, 4)), m.double()),
+    ),
+    "dtype of a weight": (branches(lambda m: m.fc1.weight.dtype == torch.float32), lambda m: m.float()),
+    "dtype of a buffer": (branches(lambda m: m.on.dtype == torch.float32), lambda m: setattr(m, "on", m.on.float())),
+    "bias, then None": (branches(lambda m: m.fc1.bias is None), lambda m: setattr(m.fc1, "bias", None)),
+    "None, then a bias": (
+        with_(lambda m: setattr(m.fc1, "bias", None), branches(lambda m: m.fc1.bias is not None)),
+        lambda m: setattr(m.fc1, "bias", nn.Parameter(data(9))),
+    ),
+    "a child's attribute": (branches(lambda m: m.drop.inplace), lambda m: setattr(m.drop, "inplace", True)),
+    "a child's new attribute": (branches(lambda m: hasattr(m.fc1, "news")), lambda m: setattr(m.fc1, "news", 1)),
+    "a child's p": (lambda: Skips(0.0), lambda m: setattr(m.drop, "p", 0.5)),
+    "a child's buffer": (
+        with_(lambda m: m.fc1.register_buffer("news", torch.zeros(())), branches(lambda m: m.fc1.news == 1)),
+        lambda m: m.fc1.news.fill_(1),
+    ),
+    "method": (OwnMethod, middle_of),
+    "attribute, its forward kept": (branches(lambda m: m.flag), keep_forward),
+    "attribute of another tool's subclass": (branches(lambda m: m.flag), subclassed),
+    "parametrized itself": (branches(lambda m: hasattr(m, "parametrizations")), parametrize_own),
+}
+
+
+class Skips(MLP):
+    def __init__(self, dropout: float) -> None:
+        super().__init__(dropout=dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.act(self.fc1(x))
+        return self.fc2(self.drop(x) if self.drop.p > 0 else x)
+
+
+@pytest.mark.parametrize("name", STATE_LATER)
+@pytest.mark.filterwarnings("ignore:fuse")
+def test_own_state_changed_later(name: str) -> None:
+    """Fused or left alone, it does as the block that was not."""
+    make, change = STATE_LATER[name]
+    model = build(make)
     reference = copy.deepcopy(model)
     fuse(model)
-    model.gate_last = reference.gate_last = True
+    for training in (True, False):
+        assert_same(model.train(training), reference.train(training))
+    for one in (model.train(), reference.train()):
+        torch.manual_seed(5)
+        change(one)
+    x = data(dtype=next(reference.parameters()).dtype).requires_grad_()
+    outputs = []
+    for one in (model, reference):
+        torch.manual_seed(3)
+        output = one(x)
+        outputs.append([output, *torch.autograd.grad(output.square().sum(), [x, one.get_parameter("fc2.weight")])])
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5 if x.dtype == torch.float32 else 1e-9, atol=1e-11)
+
+
+def test_branches_are_fused() -> None:
+    """So that the rows above that are not about tensors' values say something."""
+    looked_at = {name: build(make) for name, (make, _) in STATE_LATER.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        left = {name for name, model in looked_at.items() if not fuse(model).replaced}
+    assert left == {
+        "value of a buffer",
+        "item of a buffer",
+        "value of a tensor in a dict",
+        "frozen weight",
+        "shape of a weight",
+        "dtype of a weight",
+        "dtype of a buffer",
+        "a child's buffer",
+    }
+
+
+# What a tool may do to a block that its forward does not look at: it stays fused.
+HARMLESS: dict[str, Callable[[Any], Any]] = {
+    "training": lambda model: model.eval(),
+    "the same value": lambda model: setattr(model, "flag", model.flag),
+    "another tensor in a buffer": lambda model: setattr(model, "on", torch.ones(())),
+    "another child of the class": lambda model: setattr(model, "fc1", nn.Linear(FEATURES, 9).double()),
+    "hook on the block": lambda model: model.register_full_backward_hook(ignore),
+    "compile()": lambda model: model.compile(backend="eager"),
+    "another dtype": lambda model: model.float().double(),
+    "functional_call": lambda model: torch.func.functional_call(
+        model, {name: 2 * one.detach() for name, one in model.named_parameters()}, (data(),)
+    ),
+    "assigned state": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
+    "an adapter come and gone": lambda model: (
+        wrap("fc1")(model),
+        model(data()),
+        setattr(model, "fc1", model.fc1.base_layer),
+    ),
+    "a hook come and gone": lambda model: model.fc1.register_forward_hook(ignore).remove(),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_stays_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(branches(lambda m: m.flag))
+    fuse(model)
+    HARMLESS[name](model)
+    made = calls(monkeypatch)
+    model.forward(data())
+    assert len(made) == 1
+
+
+def test_own_class_again() -> None:
+    model: Any = build(lambda: Halves(gate_last=False))
+    report = fuse(model)
+    model.gate_last = True
     assert type(model) is Halves
-    assert_same(model, reference)
+    report.undo()
+    assert type(model) is Halves
 
 
 EDITS: dict[str, Callable[[Any], Any]] = {
@@ -1210,6 +1451,58 @@ def test_wrapped(wrap: Callable[[Any], Any]) -> None:
         grad: Any = parameter.grad
         grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
         torch.testing.assert_close(grad, other.grad, rtol=1e-9, atol=1e-11)
+
+
+def in_a_function() -> nn.Module:
+    activate = F.leaky_relu
+
+    class Inside(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc2(activate(self.fc1(x), 0.3))
+
+    return Inside()
+
+
+class Holds(nn.Module):
+    """A bigger model, with operations of its own around its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Functions(), Chain()]), sequential(nn.GELU(), Functions().fc2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(F.relu(x))
+
+
+SCRIPTED: dict[str, Callable[[], nn.Module]] = {
+    "functions": Functions,
+    "chain": Chain,
+    "up first": UpFirst,
+    "halves": lambda: Halves(gate_last=True),
+    "names of a function": in_a_function,
+    "sequential": lambda: sequential(nn.GELU(), nn.Linear(9, FEATURES)),
+    "blocks in a sequential": lambda: nn.Sequential(Functions(), MLP(), sequential(nn.ReLU())),
+    "bigger model": Holds,
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTED)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted(name: str) -> None:
+    """It is the stock model's script; parameters are shared, and the model goes on fused."""
+    model = build(SCRIPTED[name], training=False)
+    reference = copy.deepcopy(model)
+    assert fuse(model).replaced
+    kinds = [(module, type(module)) for module in model.modules()]
+    scripted: Any = torch.jit.script(model)
+    assert "aten::linear" in str(scripted.inlined_graph)
+    assert_same(scripted, reference)
+    assert all(mine is own for mine, own in zip(scripted.parameters(), model.parameters(), strict=True))
+    assert all(
+        module is other and type(other) is kind for (module, kind), other in zip(kinds, model.modules(), strict=True)
+    )
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def _plan(
             return None, refused, []
         steps = [step for step in plan.steps if isinstance(step, FeedForward)]
         units = []
-        for unit in [(step,) for step in steps] if plan.order else [tuple(steps)]:
+        for unit in [(step,) for step in steps] if plan.sequential else [tuple(steps)]:
             try:
                 units.append((unit, verify_steps(block, plan, unit) if verified else None))
             except Mismatch as mismatch:

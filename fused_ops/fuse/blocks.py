@@ -3,15 +3,16 @@
 
 The block stays the same object with the same children, parameters, hooks and state; only its class is swapped. What the
 fused forward relies on is checked again at each call, so that a hook, an adapter or another activation that comes later
-is honoured: the block then runs its own class's forward. Giving one of the block's own attributes another value makes
-it a block of its own class again.
+is honoured: the block then runs its own class's forward. What the block itself is given, or loses, makes it a block of
+its own class again.
 """
 
 from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Mapping
+import types
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeGuard
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from fused_ops import functional
+from fused_ops.fuse.own_state import own_values, same
 from fused_ops.nn.activation import Activation
 
 
@@ -72,11 +74,13 @@ class Plan:
 
     method: str
     steps: tuple[Step, ...]
-    children: tuple[tuple[str, type[nn.Module]], ...]  # of these classes exactly, and called by nobody's hook
+    sequential: bool  # the method calls the children in their order, and looks at nothing else
+    names: tuple[str, ...]  # of all children
+    # name, class and whether it takes part in a fused call; those that do not may be of any class in a Sequential
+    children: tuple[tuple[str, type, bool], ...]
     linears: tuple[str, ...]
-    facts: tuple[tuple[str, str, Any], ...]  # child, attribute, value
-    order: tuple[str, ...] | None  # the names of all children, where the order is what is run
-    one_dtype: bool  # the method looks at dtypes; it was read where all are the same
+    facts: tuple[tuple[str, str, Any], ...]  # child, attribute, fact_of() them
+    one_dtype: bool  # the method looks at dtypes of linear layers; all have the same, whichever
 
 
 def is_conv1d(kind: type) -> bool:
@@ -103,17 +107,29 @@ def is_plain(tensor: Any) -> TypeGuard[Tensor]:
     return type(tensor) is nn.Parameter or type(tensor) is Tensor
 
 
+def stock_class(module: nn.Module | None) -> type:
+    """The module's own class, fused or not."""
+    return getattr(type(module), "fused_from", type(module))
+
+
+def fact_of(module: nn.Module | None, attribute: str) -> Any:
+    """An attribute's value; Tensor in place of any tensor, and AttributeError where there is none."""
+    value = getattr(module, attribute, AttributeError)
+    return Tensor if isinstance(value, Tensor) else value
+
+
 def holds(plan: Plan, block: nn.Module) -> bool:
     """Whether what the plan was read from is still so."""
     modules = block._modules
-    if plan.order is not None and tuple(modules) != plan.order:
+    if getattr(block, "fused_plan", None) is not plan or tuple(modules) != plan.names:
         return False
-    for name, kind in plan.children:
-        module = modules.get(name)
-        if type(module) is not kind or is_altered(module):  # pyright: ignore[reportArgumentType]
+    for name, kind, takes_part in plan.children:
+        module = modules[name]
+        is_other = type(module) is not kind and stock_class(module) is not kind
+        if is_other or (takes_part and is_altered(module)):  # pyright: ignore[reportArgumentType]
             return False
     for name, attribute, value in plan.facts:
-        if getattr(modules[name], attribute) != value:
+        if fact_of(modules[name], attribute) != value:
             return False
     dtype = None
     for name in plan.linears:
@@ -180,24 +196,56 @@ def _fits(plan: Plan, block: nn.Module, input: Any) -> bool:
     return weight is not None and input.dim() > 0 and input.size(-1) == weight.size(dimension)
 
 
+def _give_back(block: nn.Module) -> None:
+    """Makes it a block of its own class for good."""
+    kind: Any = type(block)
+    if "fused_from" in vars(kind):
+        object.__setattr__(block, "__class__", kind.fused_from)
+    else:  # another tool has made a subclass since, as parametrizations do, which has to stay
+        vars(block)["fused_plan"] = None
+
+
+def _watched(name: str) -> Callable[..., None]:
+    """nn.Module's method of that name. What it changes in the block, the plan was not read from."""
+
+    @functools.wraps(getattr(nn.Module, name))
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        before = own_values(self)
+        try:
+            getattr(super(FusedBlock, self), name)(*args, **kwargs)
+        finally:
+            plan: Plan | None = getattr(type(self), "fused_plan", None)
+            if plan is not None and not plan.sequential and not same(before, own_values(self)):
+                _give_back(self)
+
+    return method
+
+
 class FusedBlock:
     """Mixed into the class of every block that fuse() has swapped."""
 
     fused_plan: ClassVar[Plan]
     fused_from: ClassVar[type[nn.Module]]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # The plan was read with the block's own values as they were; modules and parameters are not among them.
-        own = name in self.__dict__ and name[0] != "_" and name != "training"
-        changed = own and self.__dict__[name] is not value
-        super().__setattr__(name, value)
-        if changed:
-            self.__class__ = self.fused_from  # pyright: ignore[reportAttributeAccessIssue]
+    __setattr__ = _watched("__setattr__")
+    __delattr__ = _watched("__delattr__")
+    add_module = _watched("add_module")
+    register_buffer = _watched("register_buffer")
+    register_parameter = _watched("register_parameter")
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # This class is made at run time: pickle and copy.deepcopy make it once more.
         _, _, *state = super().__reduce_ex__(max(protocol, 2))
-        return _empty_block, (self.fused_from, self.fused_plan), *state
+        return _empty_block, (self.fused_from, type(self).fused_plan), *state
+
+
+def _with_names_of(stock: Any, function: Any) -> Any:
+    """The function, seeing the stock one's names: torch.jit.script takes them, and the source of what is wrapped."""
+    names = stock.__globals__
+    if stock.__closure__:
+        values = (cell.cell_contents for cell in stock.__closure__)
+        names = {**names, **dict(zip(stock.__code__.co_freevars, values, strict=True))}
+    return types.FunctionType(function.__code__, names, closure=function.__closure__)
 
 
 @functools.cache
@@ -205,14 +253,16 @@ def fused_class(base: type[nn.Module], plan: Plan) -> type[nn.Module]:
     """The subclass of `base` whose instances run the plan."""
     stock = getattr(base, plan.method)
 
-    @functools.wraps(stock)
-    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def fused_call(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(args) != 1 or kwargs or not holds(plan, self) or not _fits(plan, self, args[0]):
             return stock(self, *args, **kwargs)
         return run(plan, self._modules, args[0])
 
+    def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return fused_call(self, args, kwargs)
+
     namespace = {
-        plan.method: fused,
+        plan.method: functools.wraps(stock)(_with_names_of(stock, fused)),
         "fused_plan": plan,
         "fused_from": base,
         "__module__": base.__module__,

@@ -24,10 +24,29 @@ def _contents(value: Any) -> Any:
     return dict(vars(value)) if hasattr(value, "__dict__") and not isinstance(value, _NOT_OWN) else None
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
+    """Whether the contents are the same objects in the same order."""
     if isinstance(one, dict):
         return list(one) == list(other) and all(one[key] is other[key] for key in one)
     return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+# What nn.Module, its compile(), torch.jit.script and FSDP keep in a module; no forward of its own looks at it.
+_BOOKKEEPING = frozenset(vars(nn.Module())) | {
+    "_compiled_call_impl",
+    "__overloads__",
+    "_is_fsdp_managed_module",
+    "_fsdp_use_orig_params",
+}
+
+
+def own_values(module: nn.Module) -> dict[Any, Any]:
+    """A module's attributes, and of which names there are parameters, buffers and children."""
+    state = vars(module)
+    values: dict[Any, Any] = {name: value for name, value in state.items() if name not in _BOOKKEEPING}
+    for kind in ("_parameters", "_buffers", "_modules"):
+        values.update({(kind, name): value is None for name, value in state.get(kind, {}).items()})
+    return values
 
 
 class OwnState:
@@ -48,7 +67,7 @@ class OwnState:
 
     def put_back(self) -> bool:
         """Whether something has changed, which is then undone."""
-        changed = [(value, before) for value, before in self.kept.values() if not _same(before, _contents(value))]
+        changed = [(value, before) for value, before in self.kept.values() if not same(before, _contents(value))]
         for value, before in changed:
             into = value if isinstance(value, (dict, list, deque, set)) else vars(value)
             into.clear()

@@ -19,13 +19,16 @@ from fused_ops.fuse.blocks import (
     Method,
     Plan,
     Step,
+    fact_of,
     is_altered,
     is_conv1d,
     is_linear,
     is_plain,
     pickles_by_default,
+    stock_class,
 )
 from fused_ops.fuse.record import (
+    DTYPES,
     Activated,
     Called,
     Gated,
@@ -39,7 +42,6 @@ from fused_ops.fuse.record import (
 )
 from fused_ops.nn.activation import ACTIVATIONS
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 Refuse = Callable[[str], "str | None"]  # why a child is not to be fused, by its name
 
 
@@ -194,25 +196,39 @@ class _Planner:
         return step, position
 
 
-def _facts(block: nn.Module, step: FeedForward) -> list[tuple[str, str, Any]]:
+def _attributes(block: nn.Module, step: FeedForward) -> list[tuple[str, str]]:
+    """Those of the activation that its value depends on."""
     if step.act is None:
         return []
-    act = block._modules[step.act]
-    attributes = (*ACTIVATIONS[step.activation.name], *(["approximate"] if type(act) is nn.GELU else []))
-    return [(step.act, attribute, getattr(act, attribute)) for attribute in attributes]
+    form = ["approximate"] if type(block._modules[step.act]) is nn.GELU else []
+    return [(step.act, attribute) for attribute in (*ACTIVATIONS[step.activation.name], *form)]
 
 
 def make_plan(block: nn.Module, reading: Reading, steps: tuple[Step, ...]) -> Plan:
     """The plan that makes these steps out of what was read."""
     fused = [step for step in steps if isinstance(step, FeedForward)]
+    taking_part = {name for step in fused for name in step.names}
+    linears = tuple(name for step in fused for name in step.linears)
+    sequential = is_sequential(type(block))
+    if others := reading.dtypes - set(linears):
+        raise Unproven(f"its forward looks at the dtype of {min(others)}, which is not fused")
+    attributes = {*reading.attributes, *(attribute for step in fused for attribute in _attributes(block, step))}
+    attributes -= {(name, "weight") for name in linears}  # which each call looks at anyway
     return Plan(
         method=method_of(block),
         steps=steps,
-        children=tuple((name, type(block.get_submodule(name))) for step in fused for name in step.names),
-        linears=tuple(name for step in fused for name in step.linears),
-        facts=tuple(fact for step in fused for fact in _facts(block, step)),
-        order=tuple(block._modules) if is_sequential(type(block)) else None,
-        one_dtype=reading.looks_at_dtypes,
+        sequential=sequential,
+        names=tuple(block._modules),
+        children=tuple(
+            (name, stock_class(child), name in taking_part)
+            for name, child in block._modules.items()
+            if name in taking_part or not sequential
+        ),
+        linears=linears,
+        facts=tuple(
+            (name, attribute, fact_of(block._modules[name], attribute)) for name, attribute in sorted(attributes)
+        ),
+        one_dtype=bool(reading.dtypes),
     )
 
 

@@ -19,11 +19,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from fused_ops.fuse.blocks import is_linear
+from fused_ops.fuse.blocks import fact_of, is_linear
 from fused_ops.fuse.own_state import OwnState
 from fused_ops.fuse.randomness import RandomStates
 from fused_ops.nn.activation import Activation
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Unproven(Exception):  # noqa: N818
@@ -71,7 +74,8 @@ class Reading:
     """A method's items in the order of the data, and what they were read from."""
 
     items: tuple[Item, ...]
-    looks_at_dtypes: bool = False
+    attributes: frozenset[tuple[str, str]] = frozenset()  # of children, by name: looked at
+    dtypes: frozenset[str] = frozenset()  # linear layers, of whose weight or output the dtype was looked at
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,11 @@ def _in_modes(gradients: bool, autocast: bool) -> Iterator[None]:
 
 
 class _Recorder:
-    def __init__(self, dtype: torch.dtype, linear_dtype: torch.dtype) -> None:
-        self.dtype, self.linear_dtype, self.modes = dtype, linear_dtype, _modes()
+    def __init__(self, block: nn.Module, dtype: torch.dtype, linear_dtype: torch.dtype) -> None:
+        self.block, self.dtype, self.linear_dtype, self.modes = block, dtype, linear_dtype, _modes()
         self.nodes: list[_Node] = []
         self.reason: str | None = None
-        self.looks_at_dtypes = False
+        self.attributes, self.dtypes = set[tuple[str, str]](), set[str]()
 
     def stop(self, reason: str) -> NoReturn:
         self.reason = self.reason or reason  # also where the method catches the exception
@@ -165,7 +169,7 @@ class _Recorder:
     def function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         symbols = [value for value in args if isinstance(value, _Symbol)]
         if function == _GET_DTYPE:
-            self.looks_at_dtypes = True
+            self.dtypes.add(self.source(symbols[0].node))
             return symbol_dtype(symbols[0])
         dtype = symbol_dtype(symbols[0]) if symbols else self.dtype
         nodes = tuple(symbol.node for symbol in symbols)
@@ -183,9 +187,33 @@ class _Recorder:
                 return self.symbol(_Node("shape", nodes, Shaped(_METHODS[function], arguments)), dtype)
         self.stop(f"its forward uses {_name_of(function)}")
 
+    def source(self, node: _Node) -> str:
+        """The linear layer that decides of which dtype a value is."""
+        while node.kind != "input":
+            child = self.block._modules[node.detail] if node.kind == "call" else None
+            if is_linear(type(child)):
+                return node.detail
+            if node.kind == "call" and type(child) not in (nn.Dropout, nn.Identity):
+                self.stop(f"its forward looks at the dtype of what {node.detail} returns")
+            node = node.inputs[0]
+        self.stop("its forward looks at the dtype of its input")
 
-class _NothingInPlace(TorchFunctionMode):
-    """Ends the run before an operation changes a tensor, such as a buffer of the block."""
+    def dtype_of(self, tensor: Tensor) -> torch.dtype:
+        """The dtype that the block is read with, of a linear layer's weight."""
+        for name, child in self.block._modules.items():
+            if child is not None and is_linear(type(child)) and child._parameters.get("weight") is tensor:
+                self.dtypes.add(name)
+                return self.dtype
+        self.stop("its forward looks at the dtype of a tensor that is no weight")
+
+    def look(self, name: str, child: nn.Module, attribute: str) -> None:
+        if not isinstance(fact_of(child, attribute), _FACTS):
+            self.stop(f"its forward looks at {name}.{attribute}")
+        self.attributes.add((name, attribute))
+
+
+class _OnlySymbols(TorchFunctionMode):
+    """Ends the run before an operation changes a tensor, such as a buffer of the block, or looks at one."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -196,6 +224,11 @@ class _NothingInPlace(TorchFunctionMode):
         in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if in_place or (kwargs or {}).get("out") is not None:
             self.recorder.stop(f"its forward uses {_name_of(func)}")
+        tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if tensors and not any(isinstance(tensor, _Symbol) for tensor in tensors):
+            if func == _GET_DTYPE:
+                return self.recorder.dtype_of(tensors[0])
+            self.recorder.stop(f"its forward uses {_name_of(func)} of a tensor that is not its input")
         return func(*args, **(kwargs or {}))
 
 
@@ -217,7 +250,18 @@ def _name_of(function: Any) -> str:
     return getattr(getattr(function, "__self__", None), "__name__", name) if name == "__get__" else name
 
 
+# A child's attributes that are compared at each call; the types are fact_of()'s.
+_FACTS = (bool, int, float, str, tuple, torch.dtype, type(None), type)
+
+
 class _StandIn:
+    def __getattribute__(self, name: str) -> Any:
+        # Read for both values of `training`; a call of `forward` has a reason of its own.
+        if not name.startswith("__") and name not in ("training", "forward"):
+            recorder, child_name, child = self.__dict__["_stands_for"]
+            recorder.look(child_name, child, name)
+        return super().__getattribute__(name)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         recorder, name, child = self.__dict__["_stands_for"]
         return recorder.call(name, child, args, kwargs)
@@ -248,7 +292,7 @@ def _run(block: nn.Module, method: str, training: bool, recorder: _Recorder) -> 
         children[name] = child
     copy = _copy(block, type(block), _modules=children, training=training)
     before = dict(copy.__dict__)
-    with _NothingInPlace(recorder):
+    with _OnlySymbols(recorder):
         result = getattr(copy, method)(recorder.symbol(_Node("input"), recorder.dtype))
     if before.keys() != copy.__dict__.keys() or any(copy.__dict__[name] is not before[name] for name in before):
         recorder.stop("its forward stores values")
@@ -342,6 +386,8 @@ def read(block: nn.Module, dtype: torch.dtype) -> Reading | None:
     reading, reason = None, ""
     try:
         reading = _read(block, method, dtype)
+        if reading.dtypes and any(_read(block, method, other) != reading for other in DTYPES):
+            raise Unproven("its forward differs between dtypes")
     except Unproven as unproven:
         reason = str(unproven)
     finally:
@@ -352,24 +398,25 @@ def read(block: nn.Module, dtype: torch.dtype) -> Reading | None:
 
 
 def _read(block: nn.Module, method: str, dtype: torch.dtype) -> Reading:
-    readings, looks_at_dtypes, states = set(), False, RandomStates()
+    readings, attributes, dtypes, states = set(), set(), set(), RandomStates()
     for training, gradients, autocast in itertools.product((True, False), repeat=3):
         with _in_modes(gradients, autocast):
-            recorder = _Recorder(dtype, torch.bfloat16 if autocast else dtype)
+            recorder = _Recorder(block, dtype, torch.bfloat16 if autocast else dtype)
+            result, reason = None, None
             try:
                 result = _run(block, method, training, recorder)
             except Exception as error:
-                message = str(error) if isinstance(error, Unproven) else f"it cannot be traced: {error!r}"
-                raise Unproven(recorder.reason or message) from None
-        if recorder.reason:
-            raise Unproven(recorder.reason)
+                reason = str(error) if isinstance(error, Unproven) else f"it cannot be traced: {error!r}"
         if states.changed():
             raise Unproven("its forward draws random numbers")
+        if reason := recorder.reason or reason:
+            raise Unproven(reason)
         readings.add(_items(block, recorder, result))
-        looks_at_dtypes |= recorder.looks_at_dtypes
+        attributes |= recorder.attributes
+        dtypes |= recorder.dtypes
     if len(readings) != 1:
         raise Unproven("its forward differs between training and evaluation, or with autocast")
-    return Reading(readings.pop(), looks_at_dtypes)
+    return Reading(readings.pop(), frozenset(attributes), frozenset(dtypes))
 
 
 def _child_items(block: nn.Module) -> list[Item]:

@@ -128,7 +128,7 @@ def _both(
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], list[Tensor]]:
     """The block's own way, the plan's way and the parameters of both; of a Sequential, only for the step."""
     parameters: dict[int, Tensor] = {}
-    if plan.order:
+    if plan.sequential:
         modules = {name: _copy(block.get_submodule(name), training, parameters) for name in names}
         stock, fused = nn.Sequential(*modules.values()), functools.partial(feed_forward, step, modules)
     else:
@@ -152,7 +152,7 @@ def verify(block: nn.Module, plan: Plan, steps: tuple[FeedForward, ...]) -> floa
         Mismatch: they differ, or one of them does not run.
     """
     first = steps[0]
-    names = [*first.names] if plan.order else [name for name, child in block._modules.items() if child is not None]
+    names = [*first.names] if plan.sequential else [name for name, child in block._modules.items() if child is not None]
     children = [block.get_submodule(name) for name in names]
     linear = block.get_submodule(first.linear)
     weight = linear._parameters["weight"]
