@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import fused_ops
+from fused_ops import dispatch
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, seconds: float, quick: str, compiled: str) -> None:
@@ -29,15 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, seconds: float, quick: str
 
 
 def describe_machine(options: argparse.Namespace) -> dict[str, Any]:
-    processor = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as file:
-            processor = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
     machine = {
         "date": datetime.date.today().isoformat(),
-        "processor": processor,
+        "processor": dispatch._processor(),
         "cores": os.cpu_count(),
         "threads": options.threads,
         "torch": torch.__version__,

@@ -44,8 +44,7 @@ struct GradientSum {
 using GradientSums = std::array<GradientSum, kOperands>;
 
 // The gradients of the operands that are `wanted`. Of the operands, those are needed that the wanted ones are made of:
-// input for weights, weights for input. With `overwrite`, saved and up are nobody else's any more and may be written
-// to.
+// input for weights, weights for input. With `overwrite`, saved and up are nobody else's any more and may be changed.
 Operands backward(const ActivationCall& activation, const at::Tensor& grad_out, const Operands& operands,
                   const at::Tensor& saved, const at::Tensor& up, const std::array<bool, kOperands>& wanted,
                   bool overwrite, const GradientSums& sums = {});
