@@ -36,7 +36,7 @@ NVCC_FLAGS += [
 ]
 # Sources of csrc/torch that are compiled as one, since reading torch's headers takes longer than all else.
 UNITS = {
-    "bindings": ["feed_forward_ops", "feed_forward_python", "registry", "step_plan"],
+    "bindings": ["feed_forward_node", "feed_forward_ops", "feed_forward_python", "registry", "step_plan"],
     "kernels": ["activations", "buffer_pool", "choices", "feed_forward", "gemm", "optimizer_step"],
 }
 

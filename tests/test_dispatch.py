@@ -45,7 +45,7 @@ def results(operands: list[Any], activation: str = "gelu") -> list[torch.Tensor]
 
 def is_fused(operands: list[Any], activation: str) -> bool:
     output = block(operands, activation)
-    return output.grad_fn is not None and "BlockFunction" in output.grad_fn.name()
+    return output.grad_fn is not None and "FeedForwardBackward" in output.grad_fn.name()
 
 
 def test_stock_is_chosen_for_its_activation_type_and_size_only() -> None:
@@ -72,7 +72,7 @@ def test_blocks_are_always_fused() -> None:
     x, w, b, *_ = tensors()
     output = functional.mlp(x, w, b, torch.randn(3, 7))
     assert output.grad_fn is not None
-    assert "BlockFunction" in output.grad_fn.name()
+    assert "FeedForwardBackward" in output.grad_fn.name()
 
 
 def test_inference_and_training_are_chosen_apart() -> None:

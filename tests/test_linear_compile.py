@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from linear_reference import ALL_ACTIVATIONS, FORMS, Block, assert_agrees
+from linear_reference import ALL_ACTIVATIONS, FORMS, Block, assert_agrees, subsets
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
 from torch.utils.checkpoint import checkpoint
 
 
@@ -102,6 +103,79 @@ def test_dynamic_rows_compile_once() -> None:
         other = Block("mlp", "gelu", (rows,), seed=rows)
         assert_agrees({"output": compiled(**other.tensors)}, other.oracle())
     assert counted == 1
+
+
+def backward_results(block: Block, backend: str) -> dict[str, Tensor]:
+    """Gradients that an eager forward pass's compiled backward pass leaves in .grad."""
+    for tensor in block.trainable.values():
+        tensor.grad = None
+    with compiled_autograd._enable(torch.compile(backend=backend, fullgraph=True, dynamic=True)):
+        block.fused(**block.tensors).backward(block.grad_output)
+    return {name: tensor.grad for name, tensor in block.trainable.items() if tensor.grad is not None}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("activation", ["identity", "relu", "gelu", "leaky_relu"])
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_autograd(form: str, activation: str, backend: str) -> None:
+    for rows in (5, 9, 17):
+        block = Block(form, activation, (2, rows), 19, 21, 11, seed=rows)
+        assert_agrees(backward_results(block, backend), block.oracle())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_autograd_by_inductor(form: str) -> None:
+    block = Block(form, "gelu", (37,), 19, 21, 11)
+    assert_agrees(backward_results(block, "inductor"), block.oracle(), slack=2)
+
+
+@pytest.mark.parametrize("form", ["linear_act", "gated_mlp"])
+def test_compiled_autograd_of_every_choice_of_gradients(form: str) -> None:
+    """One compiler for all: what was compiled for one choice is not taken for another."""
+    names = [name for name in FORMS[form] if name in ("input", "weight", "bias", "down_weight")]
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        for frozen in subsets(names)[:-1]:
+            for _ in range(2):
+                block = Block(form, "gelu", (5,), frozen=frozen)
+                block.fused(**block.tensors).backward(block.grad_output)
+                grads = {name: tensor.grad for name, tensor in block.tensors.items() if tensor is not None}
+                assert [name for name, grad in grads.items() if grad is None] == list(frozen)
+                assert_agrees({name: grad for name, grad in grads.items() if grad is not None}, block.oracle())
+
+
+def test_compiled_autograd_tells_activations_and_parameters_apart() -> None:
+    calls = [
+        ("relu", {}),
+        ("gelu", {}),
+        ("leaky_relu", {"negative_slope": 0.1}),
+        ("leaky_relu", {"negative_slope": 0.2}),
+    ]
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        for activation, parameters in calls:
+            block = Block("linear_act", activation, parameters=parameters)
+            assert_agrees(block.run(), block.oracle())
+
+
+def test_compiled_autograd_with_saved_tensors_packed() -> None:
+    block = Block("gated_mlp", "silu", (5,))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.double(), lambda t: t.float()):
+        results = backward_results(block, "eager")
+    assert_agrees(results, block.oracle())
+
+
+def test_compiled_autograd_adds_to_gradients() -> None:
+    """accumulate_grad's addition is the compiled graph's then, and the forward pass's tensors are not overwritten."""
+    layers = importlib.import_module("fused_ops.nn")
+    layer = layers.LinearAct(7, 6)
+    layers.accumulate_grad(layer)
+    x, grad = torch.randn(5, 7), torch.randn(5, 6)
+    layer(x).backward(grad)
+    once = {name: parameter.grad.clone() for name, parameter in layer.named_parameters()}
+    with compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
+        layer(x).backward(grad)
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name])
 
 
 @pytest.mark.slow

@@ -245,6 +245,24 @@ def test_hooks_on_tensors() -> None:
         assert len(results[0][1]) == len(results[1][1])
 
 
+def test_node() -> None:
+    """One node, with an edge to each operand that has a gradient, and named in errors and by profilers."""
+    block = Block("gated_mlp", "silu", frozen=("weight", "down_bias"), without=("up_bias",))
+    nodes: list[Any] = []
+    output = block.fused(**block.tensors)
+    if hasattr(torch.autograd.graph, "node_creation_hook"):  # of torch 2.14
+        with torch.autograd.graph.node_creation_hook(nodes.append):
+            output = block.fused(**block.tensors)
+        assert output.grad_fn in nodes
+    assert output.grad_fn is not None
+    assert output.grad_fn.name() == "FeedForwardBackward"
+    edges = [node for node, _ in output.grad_fn.next_functions if node is not None]
+    assert {id(edge.variable) for edge in edges} == {id(tensor) for tensor in block.trainable.values()}  # pyright: ignore
+    output.backward(block.grad_output)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        output.backward(block.grad_output)
+
+
 def test_backward_on_another_thread() -> None:
     import threading
 

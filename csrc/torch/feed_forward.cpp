@@ -180,6 +180,16 @@ bool is_native(const Operands& operands) {
   return true;
 }
 
+bool is_plain(const Operands& operands) {
+  constexpr c10::DispatchKeySet kWrappers({c10::DispatchKey::Python, c10::DispatchKey::Conjugate,
+                                           c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor,
+                                           c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchBatched,
+                                           c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::Batched});
+  for (const at::Tensor& tensor : operands)
+    if (tensor.defined() && tensor.key_set().has_any(kWrappers)) return false;
+  return is_native(operands);
+}
+
 Forward forward(const ActivationCall& activation, const Operands& operands, bool training) {
   const at::Tensor& input = operands[kInput];
   const at::Tensor rows = rows_of(input);

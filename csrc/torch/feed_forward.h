@@ -32,6 +32,9 @@ void check_operands(const Operands& operands);
 // Whether this file can do the work: floating-point strided tensors of one dtype on the CPU or a CUDA device.
 bool is_native(const Operands& operands);
 
+// Whether it may read their memory here and now, too: no subclass, lazy view or wrapper of a transform.
+bool is_plain(const Operands& operands);
+
 Forward forward(const ActivationCall& activation, const Operands& operands, bool training);
 
 // Where the gradient of a weight is added instead of being returned, if it is defined: by one thread at a time, and if
