@@ -34,11 +34,6 @@ NVCC_FLAGS += [
     f"-U__CUDA_NO_{name}__"
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
 ]
-# Sources of csrc/torch that are compiled as one, since reading torch's headers takes longer than all else.
-UNITS = {
-    "bindings": ["feed_forward_node", "feed_forward_ops", "feed_forward_python", "registry", "step_plan"],
-    "kernels": ["activations", "buffer_pool", "choices", "feed_forward", "gemm", "optimizer_step"],
-}
 
 
 def find_torch() -> bool:
@@ -93,20 +88,6 @@ def default_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), memory // 2_000_000_000))
 
 
-def torch_sources() -> list[str]:
-    """The sources of csrc/torch, with those of each of UNITS as one file in build/units that includes them."""
-    grouped = {part for parts in UNITS.values() for part in parts}
-    sources = [path for path in Path("csrc/torch").glob("*.cpp") if path.stem not in grouped]
-    for name, parts in UNITS.items():
-        unit = Path("build", "units", f"{name}.cpp")
-        text = "".join(f'#include "torch/{part}.cpp"\n' for part in parts)
-        if not unit.exists() or unit.read_text() != text:
-            unit.parent.mkdir(parents=True, exist_ok=True)
-            unit.write_text(text)
-        sources.append(unit)
-    return [str(path) for path in sources]
-
-
 def native_library() -> dict[str, Any]:
     """Returns the setup() arguments that build fused_ops._C beside the torch that is importable."""
     import torch
@@ -127,7 +108,8 @@ def native_library() -> dict[str, Any]:
         sys.exit(f"fused_ops: FUSED_OPS_CUDA=1, but {detail}.")
 
     os.environ.setdefault("MAX_JOBS", str(default_jobs()))
-    sources = sorted([*map(str, Path("csrc/core").rglob("*.cpp")), *torch_sources()])
+    # Those of csrc/torch are in units.
+    sources = [str(path) for folder in ("csrc/units", "csrc/core") for path in sorted(Path(folder).rglob("*.cpp"))]
     compiler = output(*shlex.split(cpp_extension.get_cxx_compiler()), "--version").splitlines()[0]
     cxx_flags, nvcc_flags = list(CXX_FLAGS), list(NVCC_FLAGS)
     if "clang" not in compiler:

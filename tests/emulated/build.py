@@ -88,7 +88,7 @@ def module() -> ModuleType:
 
     target = BUILD / "module"
     sources = [FOLDER / name for name in ("emulated_walk.cpp", "emulated_epilogue.cpp", "fibers.cpp", "bindings.cpp")]
-    sources += [path for path in sorted((ROOT / "csrc/torch").glob("*.cpp")) if path.stem != "registry"]
+    sources += sorted((ROOT / "csrc/units").glob("*.cpp"))
     with alone("module"):
         target.mkdir(exist_ok=True)
         (target / "lock").unlink(missing_ok=True)  # torch's own, for which load() waits for ever after a kill
