@@ -108,8 +108,8 @@ def native_library() -> dict[str, Any]:
         sys.exit(f"fused_ops: FUSED_OPS_CUDA=1, but {detail}.")
 
     os.environ.setdefault("MAX_JOBS", str(default_jobs()))
-    # Those of csrc/torch are in units.
-    sources = [str(path) for folder in ("csrc/units", "csrc/core") for path in sorted(Path(folder).rglob("*.cpp"))]
+    folders = (Path("csrc/amalgamated"), Path("csrc/core"))
+    sources = [str(path) for folder in folders for path in sorted(folder.rglob("*.cpp"))]
     compiler = output(*shlex.split(cpp_extension.get_cxx_compiler()), "--version").splitlines()[0]
     cxx_flags, nvcc_flags = list(CXX_FLAGS), list(NVCC_FLAGS)
     if "clang" not in compiler:

@@ -87,8 +87,8 @@ def module() -> ModuleType:
     from torch.utils import cpp_extension
 
     target = BUILD / "module"
-    sources = [FOLDER / name for name in ("emulated_walk.cpp", "emulated_epilogue.cpp", "fibers.cpp", "bindings.cpp")]
-    sources += sorted((ROOT / "csrc/units").glob("*.cpp"))
+    sources = [FOLDER / f"{name}.cpp" for name in ("emulated_walk", "emulated_epilogue", "emulated_bindings", "fibers")]
+    sources += sorted((ROOT / "csrc/amalgamated").glob("*.cpp"))
     with alone("module"):
         target.mkdir(exist_ok=True)
         (target / "lock").unlink(missing_ok=True)  # torch's own, for which load() waits for ever after a kill

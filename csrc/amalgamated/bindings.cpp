@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Sources that are compiled as one, since reading torch's headers takes longer than all else.
+// Sources of csrc/torch that are compiled as one, since reading torch's headers takes longer than all else.
 #include "torch/feed_forward_node.cpp"
 #include "torch/feed_forward_ops.cpp"
 #include "torch/feed_forward_python.cpp"
