@@ -250,8 +250,9 @@ def test_node() -> None:
     block = Block("gated_mlp", "silu", frozen=("weight", "down_bias"), without=("up_bias",))
     nodes: list[Any] = []
     output = block.fused(**block.tensors)
-    if hasattr(torch.autograd.graph, "node_creation_hook"):  # of torch 2.14
-        with torch.autograd.graph.node_creation_hook(nodes.append):
+    creation_hook = getattr(torch.autograd.graph, "node_creation_hook", None)  # of torch 2.14
+    if creation_hook:
+        with creation_hook(nodes.append):
             output = block.fused(**block.tensors)
         assert output.grad_fn in nodes
     assert output.grad_fn is not None
