@@ -456,10 +456,7 @@ def test_loops_run_on_other_machines(
 
 @pytest.mark.slow
 def test_an_isolated_build_finds_the_installed_torch_and_packs_only_what_is_needed(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    ignored = shutil.ignore_patterns(".*", "build", "*.so", "_build_config.py", "__pycache__", "*.egg-info")
-    shutil.copytree(ROOT, source, ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "-w", str(tmp_path), str(source)]
+    command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "-w", str(tmp_path), str(ROOT)]
     result = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "FUSED_OPS_CUDA": "0"}
     )

@@ -6,7 +6,6 @@
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/_to_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -14,6 +13,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include "torch/autocast.h"
 #include "torch/checks.h"
 #include "torch/choices.h"
 #include "torch/feed_forward.h"
@@ -167,17 +167,17 @@ Tensor block_composed(const Tensor& input, const Tensor& weight, const OptionalT
                  operands_of(input, weight, bias, up_weight, up_bias, down_weight, down_bias));
 }
 
-template <c10::DeviceType kDevice>
+template <DispatchKey kKey, c10::DeviceType kDevice>
 Tensor block_autocast(const Tensor& input, const Tensor& weight, const OptionalTensor& bias,
                       const OptionalTensor& up_weight, const OptionalTensor& up_bias, const OptionalTensor& down_weight,
                       const OptionalTensor& down_bias, std::string_view activation, at::ArrayRef<double> parameters) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(kDevice));
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(kKey);
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(kDevice);
-  const auto cast = [&](const auto& tensor) { return at::autocast::cached_cast(dtype, tensor, kDevice); };
+  const auto cast = [&](const Tensor& tensor) { return at::autocast::cached_cast(dtype, tensor, kDevice); };
+  const auto cast_any = [&](const OptionalTensor& tensor) { return tensor ? OptionalTensor(cast(*tensor)) : tensor; };
   static const auto op = find_operator<BlockSchema>("fused_ops::feed_forward");
-  return op.call(cast(input), cast(weight), cast(bias), cast(up_weight), cast(up_bias), cast(down_weight),
-                 cast(down_bias), activation, parameters);
+  return op.call(cast(input), cast(weight), cast_any(bias), cast_any(up_weight), cast_any(up_bias),
+                 cast_any(down_weight), cast_any(down_bias), activation, parameters);
 }
 
 Tensor block(const Tensor& input, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& up_weight,
@@ -229,10 +229,10 @@ TORCH_LIBRARY_IMPL(fused_ops, CUDA, library) {
 TORCH_LIBRARY_IMPL(fused_ops, Autograd, library) { library.impl("feed_forward", &block_autograd); }
 TORCH_LIBRARY_IMPL(fused_ops, FuncTorchBatched, library) { library.impl("feed_forward", &block_composed); }
 TORCH_LIBRARY_IMPL(fused_ops, AutocastCPU, library) {
-  library.impl("feed_forward", &block_autocast<c10::DeviceType::CPU>);
+  library.impl("feed_forward", &block_autocast<DispatchKey::AutocastCPU, c10::DeviceType::CPU>);
 }
 TORCH_LIBRARY_IMPL(fused_ops, AutocastCUDA, library) {
-  library.impl("feed_forward", &block_autocast<c10::DeviceType::CUDA>);
+  library.impl("feed_forward", &block_autocast<DispatchKey::AutocastCUDA, c10::DeviceType::CUDA>);
 }
 #endif
 

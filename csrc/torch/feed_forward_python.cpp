@@ -2,11 +2,11 @@
 #include "torch/feed_forward_python.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include "torch/autocast.h"
 #include "torch/buffer_pool.h"
 #include "torch/checks.h"
 #include "torch/feed_forward_ops.h"
