@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from setuptools import setup
+from setuptools.command.build_py import build_py
 
 MINIMUM_TORCH = (2, 11)
 ARCHITECTURES = ["7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
@@ -49,6 +50,12 @@ def find_torch() -> bool:
             sys.path.append(folder)
             importlib.invalidate_caches()
     return importlib.util.find_spec("torch") is not None
+
+
+class BuildPython(build_py):
+    def run(self) -> None:
+        shutil.rmtree(Path(self.build_lib, "fused_ops"), ignore_errors=True)  # else modules since deleted are packed
+        super().run()
 
 
 def output(*command: str | Path) -> str:
@@ -167,7 +174,7 @@ def native_library() -> dict[str, Any]:
     )
     return {
         "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildNative},
+        "cmdclass": {"build_ext": BuildNative, "build_py": BuildPython},
         "install_requires": [f"torch>={major}.{minor},<{major}.{minor + 1}"],
     }
 

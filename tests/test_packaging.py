@@ -456,6 +456,9 @@ def test_loops_run_on_other_machines(
 
 @pytest.mark.slow
 def test_an_isolated_build_finds_the_installed_torch_and_packs_only_what_is_needed(tmp_path: Path) -> None:
+    earlier = ROOT / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "fused_ops"
+    earlier.mkdir(parents=True, exist_ok=True)
+    (earlier / "gone.py").touch()  # a module that has been deleted since an earlier build
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-deps", "-w", str(tmp_path), str(ROOT)]
     result = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "FUSED_OPS_CUDA": "0"}
@@ -469,5 +472,5 @@ def test_an_isolated_build_finds_the_installed_torch_and_packs_only_what_is_need
     library = f"fused_ops/_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     assert {library, "fused_ops/_build_config.py", "fused_ops/py.typed", "fused_ops/__init__.py"} <= set(names)
     assert all(name.startswith(("fused_ops/", "fused_ops-")) for name in names)
-    assert not [name for name in names if name.endswith((".cpp", ".h", ".cu", ".o"))]
+    assert not [name for name in names if name.endswith((".cpp", ".h", ".cu", ".o", "gone.py"))]
     assert wheel.stat().st_size < 5_000_000
