@@ -38,6 +38,7 @@ from linear_contenders import (
     LinearCase,
     Oracle,
     Problem,
+    gradient_bytes_saved,
     saved_bytes,
 )
 from linear_floors import LinearVerdict, judge
@@ -151,6 +152,8 @@ def measure(row: Row, options: argparse.Namespace) -> dict[str, Any]:
             metrics[f"vs {other}"] = speedup(other, ours)
     metrics["share of limit"] = speedup(LIMIT, OURS)
     metrics["limit vs stock"] = speedup(STOCK, LIMIT)
+    if mode == ACCUMULATING:
+        metrics["gradient bytes saved"] = gradient_bytes_saved(problem, problem.ours())
     if mode == TRAINING:
         ours, stock = (result["contenders"][name]["saved_bytes"] for name in (OURS, STOCK))
         metrics["saved hidden tensors"] = ours / hidden_bytes

@@ -240,6 +240,29 @@ def saved_bytes(problem: Problem, function: Callable[[Tensor], Tensor]) -> int:
     return sum(storages.values())
 
 
+def gradient_bytes_saved(problem: Problem, ours: nn.Module) -> int:
+    """Memory for gradients of weights that a pass does without where accumulate_grad() adds them in place. Twice as
+    many bytes are not moved: those that a product writes and an addition reads."""
+    accumulate_grad, pool = import_module("fused_ops.nn").accumulate_grad, import_module("fused_ops").memory.buffer_pool
+    run, device = problem.routine(ours, ACCUMULATING), problem.input.device
+    used = {}
+    for enabled in (False, True):
+        accumulate_grad(ours, enabled)
+        run()  # from here on there are gradients to add to
+        if device.type == "cpu":  # results of 1 MiB or more
+            before = pool()
+            run()
+            after = pool()
+            results = sum(after[key] - before[key] for key in ("reused", "fresh"))
+            used[enabled] = results * next(problem.stock.parameters()).nbytes
+        else:
+            before = torch.cuda.memory_stats(device)
+            run()
+            after = torch.cuda.memory_stats(device)
+            used[enabled] = after["allocated_bytes.all.allocated"] - before["allocated_bytes.all.allocated"]
+    return used[False] - used[True]
+
+
 # Error in parts of the value, both as Euclidean norms: sums of thousands of terms in fp32, a few roundings to 8 bits.
 # Not the largest error: where a pre-activation rounds to the other side of a kink, as a few of millions do in every
 # implementation, its gradient is another one.

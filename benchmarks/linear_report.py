@@ -61,6 +61,15 @@ def table_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def gradient_bytes(row: dict[str, Any]) -> str:
+    saved = row["metrics"]["gradient bytes saved"] / 2**20
+    what = f"{row['block']} {row['activation']} {shape_of(row)} {row['precision']}"
+    return (
+        f"{what}: a pass needs {saved:.4g} MiB of memory and {2 * saved:.4g} MiB of traffic less, since no gradient "
+        "is written and then read to be added"
+    )
+
+
 def markdown_table(rows: Iterable[dict[str, Any]]) -> str:
     return format_table(HEADER, [table_cells(row) for row in rows])
 
@@ -77,6 +86,9 @@ def markdown(machine: dict[str, Any], rows: Sequence[dict[str, Any]], verdicts: 
         "\n".join(f"- {key}: {value}" for key, value in machine.items()),
         markdown_table(rows),
     ]
+    in_place = [row for row in rows if "gradient bytes saved" in row["metrics"]]
+    if in_place:
+        parts += ["## Gradients added in place", "\n".join(f"- {gradient_bytes(row)}" for row in in_place)]
     if verdicts:
         parts += ["## Floors", "\n".join(f"- {verdict}" for verdict in verdicts)]
     return "\n\n".join(parts) + "\n"

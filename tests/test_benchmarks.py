@@ -511,6 +511,15 @@ def test_saved_bytes_of_stock_blocks() -> None:
         assert module.saved_bytes(problem, problem.stock) == tensors * hidden
 
 
+def test_gradient_bytes_saved() -> None:
+    """One weight's gradient of 2 MiB; results below 1 MiB are not counted."""
+    module = load("linear_contenders")
+    for shape, saved in (((8, 512, 1024), 4 * 512 * 1024), (SMALL, 0)):
+        problem = module.Problem.of(module.LinearCase("layer", "gelu", shape, "fp32"), CPU)
+        assert module.gradient_bytes_saved(problem, problem.ours()) == saved
+        assert module.gradient_bytes_saved(problem, problem.stock) == 0
+
+
 def test_training_starts_from_no_gradient_and_accumulation_from_the_last() -> None:
     module = load("linear_contenders")
     problem = module.Problem.of(module.LinearCase("layer", "gelu", SMALL, "fp32"), CPU)
@@ -562,6 +571,7 @@ def test_the_whole_linear_benchmark_on_small_shapes(tmp_path: Path, capsys: pyte
         assert row["contenders"]["fused_ops"]["milliseconds"] == {"median": 2.0, "lower": 1.5, "upper": 2.5}
         assert {entry["error"] for entry in row["contenders"].values()} == {None}
         assert ("saved hidden tensors" in row["metrics"]) is (row["mode"] == BACKWARD)
+        assert ("gradient bytes saved" in row["metrics"]) is ("kept" in row["mode"])
     assert "| block " in (tmp_path / "linear.md").read_text()
     assert "geometric mean of 12 rows, fp32 forward: vs stock 2, at least 1.3" in capsys.readouterr().out
     if find_spec("matplotlib"):

@@ -457,6 +457,26 @@ void check_widths() {
     }
 }
 
+// The bytes that a forward pass moves: the matrix read and written once without gradients, and with them the
+// pre-activation written too.
+void check_traffic() {
+  constexpr int64_t kRows = 64, kColumns = 1024;
+  for (const bool training : {false, true}) {
+    std::vector<float> pre(kRows * kColumns, 0.5f), bias(kColumns, 0.25f), out(kRows * kColumns);
+    Activate forward{};
+    forward.activation = kBriefActivations[0];
+    forward.parameters = kParameters;
+    forward.rows = kRows, forward.columns = forward.stride = kColumns;
+    forward.pre = pre.data(), forward.bias = bias.data();
+    forward.out = training ? out.data() : pre.data();
+    forward.store_pre = training;
+    emulation::wide_accesses = 0;
+    if (cuda::activate(forward, &stream)) fail("traffic", "an error");
+    const int64_t matrices = 16 * emulation::wide_accesses / (kRows * kColumns * int64_t(sizeof(float)));
+    if (matrices != (training ? 3 : 2)) fail("traffic", "another number of bytes moved");
+  }
+}
+
 // The error of a launch, of whichever launch it is, comes back.
 void check_errors() {
   std::vector<float> matrix(64 * 1024), sums(1024), workspace(64 * 1024);
@@ -495,6 +515,7 @@ int main(int argc, char** argv) {
   brief = argc > 2;
   check_errors();
   check_widths();
+  check_traffic();
   check_huge();
   check_activations();
   check_order_of_sums();
