@@ -6,7 +6,6 @@
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/_to_copy.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
