@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import pytest
 import torch
 from linear_reference import FORMS, Block, subsets
 from torch.utils.flop_counter import FlopCounterMode
+
+importlib.import_module("fused_ops")  # a counter knows the formulas that there are when it is made
 
 
 def flops(block: Block, function) -> tuple[int, int]:
@@ -32,3 +35,19 @@ def test_as_many_as_stock(form: str, frozen: tuple[str, ...]) -> None:
         ours, stock = flops(block, block.fused), flops(block, block.stock)
         assert ours == stock
         assert stock[0] > 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_of_backward_alone(form: str) -> None:
+    """The counter is entered when forward is done."""
+
+    def counted(function) -> int:
+        output = function(**block.tensors)
+        with FlopCounterMode(display=False) as counter:
+            torch.autograd.grad(output, list(block.trainable.values()), block.grad_output)
+        return counter.get_total_flops()
+
+    block = Block(form, "gelu", (5,), 7, 6, 4)
+    ours, stock = counted(block.fused), counted(block.stock)
+    assert ours == stock
+    assert stock > 0

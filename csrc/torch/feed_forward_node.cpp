@@ -7,6 +7,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -179,7 +180,7 @@ variable_list gradients(const BlockCall& call, const variable_list& grads_out, c
     grads = compose_backward(call, grads_out, operands, hidden, up, wanted);
   } else if (grad_out.defined()) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    if (call.plain && is_plain({grad_out, {}, {}, {}, {}, {}, {}})) {
+    if (call.plain && is_plain({grad_out, {}, {}, {}, {}, {}, {}}) && !c10::impl::dispatch_mode_enabled()) {
       const bool overwrite = in_place && call.reuse && !torch::autograd::get_current_graph_task_keep_graph() &&
                              !call.saved_is_output && hidden.defined() && is_alone(hidden, 2) &&
                              (!up.defined() || is_alone(up, 2));
